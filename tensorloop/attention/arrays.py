@@ -86,7 +86,7 @@ def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
         bias=None if given.bias is None else _read_bias(given.bias, shape, len(batch), q),
         seed=int(torch.randint(1 << 62, ())) if given.dropout else 0,
     )
-    if not chunk and (given.plain or not length_of(k)):
+    if not chunk and ((given.plain and not _few_launches(q)) or not length_of(k)):
         return NotImplemented
     if store is not None and not chunk:
         out = store.attend(q, k, v, rules)
@@ -96,6 +96,11 @@ def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
     queries = autocast(q).reshape(batch.numel(), new, *q.shape[-2:])
     out = attend_past(queries, k, v, rules.sight(batch, start), start)
     return out.view(*q.shape[:-1], out.shape[-1])
+
+
+def _few_launches(q: Tensor) -> bool:
+    """Whether a step without rules is best computed where arrays are read and written, in few launches."""
+    return autocast(q).dtype in (torch.float32, torch.float64) and q.device.type != "cpu"
 
 
 def _check(q: Tensor, k: TensorArray, v: TensorArray) -> tuple[torch.Size, int]:

@@ -15,7 +15,7 @@ from tensorloop._common import scope
 from tensorloop._torch import autocast, transforms
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop._torch.transforms import forward_ad, maybe_level
-from tensorloop.attention import engine
+from tensorloop.attention import engine, one_query
 from tensorloop.kernels import find
 from tensorloop.kernels.past import Sight, drain, drain_grad, whole
 from tensorloop.tensor_array.array import TensorArray
@@ -107,8 +107,8 @@ class PastRead(NamedTuple):
         return self.sight if bias is None and sinks is None else self.sight._replace(bias=bias, sinks=sinks)
 
 
-def _compute(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of the scores."""
+def _compute(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    """The output, and the log-sum-exp of the scores, if backward wants to know it."""
     if k.dim() != 4:
         k, v = _as_rows(k, len(q)), _as_rows(v, len(q))
     if not autocast.is_on():  # a context costs more than to ask
@@ -117,12 +117,24 @@ def _compute(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Ten
         return _forward(q, k, v, sight)
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:
+    if one_query.fits(q, len(k), sight):
+        return one_query.forward(q, k, v, sight.scale), None
     kernel = find("past_attend", q, k, v)
     if sight.sinks is None:
         return kernel(q, k, v, sight)
     out, lse = kernel(q, k, v, sight._replace(sinks=None))
     return drain(out, lse, sight.sinks)
+
+
+def _add_grads(
+    saved: Any, grad: Tensor, k: Tensor, v: Tensor, sight: Sight, of_k: Tensor, of_v: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """The gradients of q and of the bias; those of k and v are added. `saved`: (q, output, log-sum-exp or None)."""
+    q, out, lse = saved
+    if lse is None:
+        return one_query.backward(grad, q, k, v, sight.scale, of_k, of_v), None
+    return find("past_attend_grad", grad, q, k, of_k, v, of_v)(grad, q, k, v, out, lse, sight, of_k, of_v)
 
 
 class _AttendPast(torch.autograd.Function):
@@ -177,8 +189,7 @@ def _reverse(call: PastRead, saved: Any, tokens: Any, grad: Tensor, grads: Any) 
     if read[0].dim() != 4:
         read = [_as_rows(x, q.shape[0]) for x in read]
     k, of_k, v, of_v = read
-    kernel = find("past_attend_grad", grad, q, *read)
-    of_q, of_bias = kernel(grad, q, k, v, out, lse, call.full(bias, None), of_k, of_v)
+    of_q, of_bias = _add_grads((q, out, lse), grad, k, v, call.full(bias, None), of_k, of_v)
     k_token, v_token = tokens
     return of_q, of_bias, [None if k_token is None else sums[0], None if v_token is None else sums[1]]
 
@@ -230,7 +241,8 @@ class _AttendSlots(torch.autograd.Function):
 
             return None, *differentiate(formula, (q, bias, sinks, k, v), grad)
         with engine.without_autocast(q):
-            sums, sight = (torch.zeros_like(k), torch.zeros_like(v)), ctx.sight._replace(bias=bias)
-            of_q, of_bias = find("past_attend_grad", grad, q, k, v)(grad, q, k, v, out, lse, sight, *sums)
+            sums = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
+            sight = ctx.sight._replace(bias=bias)
+            of_q, of_bias = _add_grads((q, out, lse), grad, k, v, sight, *sums)
             of_sinks = None if sinks is None else drain_grad(grad, out, lse, sinks)
         return None, of_q, of_bias, of_sinks, *sums

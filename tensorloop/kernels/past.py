@@ -37,8 +37,10 @@ def score(q: Tensor, k: Tensor, sight: Sight) -> Tensor:
 def hide(products: Tensor, sight: Sight) -> Tensor:
     """The scores of products (B, heads, t, n)."""
     rows, _, new, length = products.shape
-    seen = visible(rows, new, length, sight, products.device)[:, None]
-    return bent(products, sight)[0].masked_fill(~seen, float("-inf"))
+    scores = bent(products, sight)[0]
+    if sees_all(new, length, sight):
+        return scores
+    return scores.masked_fill(~visible(rows, new, length, sight, products.device)[:, None], float("-inf"))
 
 
 def weigh(scores: Tensor, sight: Sight) -> Tensor:
@@ -91,6 +93,12 @@ def bent(products: Tensor, sight: Sight) -> tuple[Tensor, Tensor | float]:
         turned = torch.tanh(scores / sight.softcap)
         scores, slope = sight.softcap * turned, 1 - turned * turned
     return (scores if sight.bias is None else scores + sight.bias.to(scores.dtype)), slope
+
+
+def sees_all(new: int, length: int, sight: Sight) -> bool:
+    """Whether each query sees every slot: then no mask is made."""
+    apart = new > 1 and (sight.causal or sight.window)
+    return not apart and sight.first is None and sight.seen is None and (not sight.window or length <= sight.window)
 
 
 def visible(rows: int, new: int, length: int, sight: Sight, device: torch.device) -> Tensor:

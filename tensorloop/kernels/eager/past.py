@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.past import Sight, bent, kept, log_sums, mix, score, visible, weigh
+from tensorloop.kernels.past import Sight, bent, kept, log_sums, mix, score, sees_all, visible, weigh
 
 
 def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
@@ -26,8 +26,10 @@ def past_attend_grad(
     delta = (grad.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)[..., None]
     scores, bend = bent(torch.einsum("bthgd,sbhd->bhgts", queries, keys).flatten(1, 2), sight)
     log = lse.to(wide).transpose(1, 2)[..., None]
-    seen = visible(rows, new, length, sight, q.device)[:, None]
-    weights = torch.where(seen & (scores > float("-inf")), (scores - log).clamp(max=0).exp(), 0)
+    seen = scores > float("-inf")
+    if not sees_all(new, length, sight):
+        seen = seen & visible(rows, new, length, sight, q.device)[:, None]
+    weights = torch.where(seen, (scores - log).clamp(max=0).exp(), 0)
     if sight.dropout:
         factors = kept(rows, heads, new, length, sight).to(q.device, wide)
         slopes, weights = weights * (slopes * factors - delta), weights * factors
