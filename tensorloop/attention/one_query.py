@@ -14,7 +14,7 @@ _softmax_grad = torch.ops.aten._softmax_backward_data.default
 
 
 def fits(q: Tensor, slots: int, sight: Sight) -> bool:
-    """Whether q (B, 1, heads, D) and what it sees are of this kind. In half precision torch's own kernels are better."""
+    """Whether q (B, 1, heads, D) and what it sees are of this kind; for halves torch has better kernels."""
     if q.device.type == "cpu" or q.shape[1] != 1 or q.dtype not in (torch.float32, torch.float64):
         return False
     bare = not sight.softcap and not sight.dropout and sight.bias is sight.sinks is None

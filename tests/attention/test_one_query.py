@@ -21,7 +21,7 @@ def given(*size: int) -> Tensor:
 def test_output_and_gradients_are_those_of_the_formula(heads: tuple[int, int], rows: int) -> None:
     q, k, v = given(rows, 1, heads[0], 4), given(5, rows, heads[1], 4), given(5, rows, heads[1], 3)
     inputs = [x.requires_grad_() for x in (q, k, v)]
-    out = whole(*inputs, Sight(0.7))
+    out = whole(inputs[0], inputs[1], inputs[2], Sight(0.7))
     grad = given(*out.shape)
     expected = torch.autograd.grad(out, inputs, grad)
     of_k, of_v = torch.ones_like(k), torch.ones_like(v)
