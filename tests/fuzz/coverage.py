@@ -2,7 +2,7 @@
 
     python tests/fuzz/coverage.py                   # all operations and dtypes, then the page: an hour or two
     python tests/fuzz/coverage.py --quick           # a few of them; nothing is kept
-    python tests/fuzz/coverage.py --page            # runs nothing: the page again, from the rows that are kept
+    python tests/fuzz/coverage.py --page ROWS ...   # runs nothing: the page from files that --rows has written
     python tests/fuzz/coverage.py --only fft sort --dtypes float32 --show     # prints what is not native
 
 An operation counts once for each dtype and direction, as its worst sample does. Operations whose results have no fixed
@@ -34,8 +34,7 @@ from tests.support.operation_loops import disagreement, loop_of, outcome, placed
 from tests.support.operation_samples import OPERATIONS, Sample, has_gradients, samples_of
 
 ROOT = Path(__file__).parents[2]
-PAGE = ROOT / "docs" / "benchmarks" / "coverage.md"
-KEPT = ROOT / "tests" / "fuzz" / "coverage.json"
+PAGE = ROOT / "docs" / "coverage.md"
 BEGIN, END = "<!-- coverage:begin -->", "<!-- coverage:end -->"
 DTYPES = (torch.float32, torch.float64, torch.bfloat16, torch.complex64, torch.int64)
 QUICK = ("tanh", "sort", "nn.functional.max_pool2d", "nonzero")
@@ -145,7 +144,7 @@ Found = dict[str, dict[str, dict[str, tuple[str, str]]]]  # operation, dtype, di
 
 
 def worst(rows: Iterable[Row]) -> dict[str, dict[str, tuple[str, str]]]:
-    """Of an operation's samples, by dtype and direction; the kinds that are left out give way to every other one."""
+    """Of an operation's samples, by dtype and direction; kinds that are left out give way to every other one."""
     order = (*LEFT_OUT, *KINDS)
     found: dict[str, dict[str, tuple[str, str]]] = defaultdict(dict)
     for row in rows:
@@ -159,6 +158,8 @@ def worst(rows: Iterable[Row]) -> dict[str, dict[str, tuple[str, str]]]:
 def run(names: Sequence[str], options: argparse.Namespace) -> Found:
     """Each operation in a process of its own; keeps what is known as it goes."""
     found: Found = {}
+    sorted_, init = tl.scan(lambda h, x: (h + x.sort()[0], h), torch.ones(3), torch.ones(2, 3), compile="strict")
+    assert sorted_.shape == init[0].shape  # a loop here, so that no child has to import what compiles it
     bar = tqdm(names, unit="operation", dynamic_ncols=True, disable=None)
     for name in bar:
         bar.set_description(name)
@@ -178,29 +179,30 @@ def run(names: Sequence[str], options: argparse.Namespace) -> Found:
 
 def page_of(found: Found, about: str) -> str:
     """Shares of all kinds, and a table of what is not native."""
-    counts: dict[tuple[str, str], Counter[str]] = defaultdict(Counter)
+    counts: dict[tuple[str, str], Counter[str]] = {(str(d)[6:], way): Counter() for d in DTYPES for way in DIRECTIONS}
+    together: Counter[str] = Counter()
     for dtypes in found.values():
         for dtype, directions in dtypes.items():
             for direction, (kind, _) in directions.items():
                 if kind not in LEFT_OUT:
                     counts[dtype, direction][kind] += 1
-                    counts["all", ""][kind] += 1
-    lines = [about, "", "| dtype | direction | operations | " + " | ".join(KINDS) + " |"]
+                    together[kind] += 1
+    lines = [about, "", f"| dtype | direction | operations | {' | '.join(KINDS)} |"]
     lines += ["| --- | --- | ---: |" + " ---: |" * len(KINDS)]
-    for (dtype, direction), counter in counts.items():
-        total = sum(counter.values())
-        shares = (f"{100 * counter[kind] / total:.1f} %" if counter[kind] else "0" for kind in KINDS)
-        lines.append(f"| {dtype} | {direction} | {total} | " + " | ".join(shares) + " |")
-    lines += ["", "What is not native, with the dtypes in which it is not:", ""]
-    lines += ["| operation | direction | dtypes | | why |", "| --- | --- | --- | --- | --- |"]
+    for (dtype, direction), counter in [*counts.items(), (("all", ""), together)]:
+        if total := sum(counter.values()):
+            shares = (f"{100 * counter[kind] / total:.1f} %" if counter[kind] else "0" for kind in KINDS)
+            lines.append(f"| {dtype} | {direction} | {total} | {' | '.join(shares)} |")
+    lines += ["", "What is not native:", "", "| operation | direction | dtypes | what becomes of it |"]
+    lines += ["| --- | --- | --- | --- |"]
     for name, dtypes in sorted(found.items()):
-        groups: dict[tuple[str, str, str], list[str]] = defaultdict(list)
+        groups: dict[tuple[str, str], list[str]] = defaultdict(list)
         for dtype, directions in dtypes.items():
             for direction, (kind, why) in directions.items():
                 if kind not in ("native", *LEFT_OUT):
-                    groups[direction, kind, why.replace("|", "/")].append(dtype)
-        for (direction, kind, why), of in groups.items():
-            lines.append(f"| `{name}` | {direction} | {', '.join(of)} | {kind} | {why} |")
+                    said = re.sub(r"^\w+: not compiled: ", "", why).replace("|", "/").replace("<", "&lt;")
+                    groups[direction, f"{kind}: {said}" if said else kind].append(dtype)
+        lines += [f"| `{name}` | {way} | {', '.join(of)} | {text} |" for (way, text), of in groups.items()]
     return "\n".join(lines)
 
 
@@ -218,7 +220,7 @@ def main(given: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", nargs="+", default=[], help="beginnings of operations' names; nothing is kept")
     parser.add_argument("--quick", action="store_true", help="a few operations, to see that it runs; nothing is kept")
-    parser.add_argument("--page", action="store_true", help="runs nothing: the page again from what is kept")
+    parser.add_argument("--page", nargs="+", type=Path, help="runs nothing: the page from files of rows")
     parser.add_argument("--dtypes", nargs="+", default=[str(d).removeprefix("torch.") for d in DTYPES])
     parser.add_argument("--most", type=int, default=2, help="samples of an operation and dtype")
     parser.add_argument("--seconds", type=int, default=300, help="for an operation")
@@ -227,11 +229,15 @@ def main(given: Sequence[str] | None = None) -> int:
     parser.add_argument("--verbose", action="store_true", help="lets operations print their warnings")
     options = parser.parse_args(given)
     torch.set_num_threads(1)
-    whole = not (options.only or options.quick or options.rows)
-    options.rows = options.rows or (KEPT if whole else None)
     names = [n for n in OPERATIONS if n.startswith(tuple(options.only)) or not options.only]
-    found = json.loads(KEPT.read_text()) if options.page else run(QUICK if options.quick else names, options)
-    if whole:
+    if options.page:
+        found: Found = defaultdict(dict)
+        for path in options.page:
+            for name, dtypes in json.loads(path.read_text()).items():
+                found[name].update(dtypes)
+    else:
+        found = run(QUICK if options.quick else names, options)
+    if options.page or not (options.only or options.quick or options.rows):
         publish(found, PAGE)
     else:
         print(page_of(found, ""))
