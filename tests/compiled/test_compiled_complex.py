@@ -85,6 +85,7 @@ BODIES: dict[str, Body] = {
         unit(torch.fft.ifft(torch.fft.fft(h) * TURN) + torch.fft.fftn(fed(x), norm="ortho")),
         (torch.fft.rfft(x), torch.fft.irfft(torch.fft.rfft(h.real), 6), torch.fft.hfft(h, 5), torch.fft.fft(h, 130)),
     ),
+    "factors": lambda h, x: (unit(h @ torch.linalg.cholesky(h.mH @ h + 3 * torch.eye(N)) + fed(x)), h.atanh()),
     "quotients": quotients,
     "choices": lambda h, x: (unit(torch.where(h.real > 0, h, -h * 1j) + fed(x)), torch.cat([h, h.conj()], -1)),
     "places": lambda h, x: (torch.stack([h[:, 1], h[:, 0], *h.unbind(1)[2:]], 1) * TURN, (h.cumsum(-1), h[:, :2])),

@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tensorloop._torch.memory import in_memory
 from tensorloop.compiler.divide.all_steps import BatchedGraph
 from tensorloop.compiler.divide.partition import Partition, divide, outside, seen_by_discontinuous
 from tensorloop.compiler.divide.sums import Sums
@@ -174,7 +175,7 @@ class Program:
     def _fed_with(self, steps: int, invariants: Sequence[Tensor], sequences: Sequence[Tensor]) -> list[Tensor]:
         """What the loop is given; where that fails, the first step of which it fails."""
         try:
-            return [x.contiguous() for x in self._before(steps, *invariants, *sequences)]
+            return [in_memory(x).contiguous() for x in self._before(steps, *invariants, *sequences)]
         except StepFailed:
             raise
         except Exception:
