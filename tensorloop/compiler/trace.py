@@ -34,13 +34,17 @@ class Number:
 
 @dataclasses.dataclass(frozen=True)
 class Operation:
-    """One operation of a step. `results` are the numbers of its tensors, in order."""
+    """One operation of a step. `results` are the numbers of its tensors, in order.
+
+    A `cut` one ran without gradients in a step that has some: none flows to what it is given.
+    """
 
     function: Any
     args: Any
     kwargs: Any
     results: Any
     place: UserLine | None
+    cut: bool = False
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,7 +89,8 @@ class Trace:
         for o in self.operations:
             if o.function is _CHECK:
                 continue
-            args, kwargs = _read(found, o.args), {k: _read(found, x) for k, x in (o.kwargs or {}).items()}
+            given = _Cut(found, o.results) if o.cut else found
+            args, kwargs = _read(given, o.args), {k: _read(given, x) for k, x in (o.kwargs or {}).items()}
             if checked and not checked.isdisjoint(_numbers(o.results)):
                 kwargs["check_errors"] = True
             traceback.set_stack_trace(["" if o.place is None else "{}:{}".format(*o.place)])
@@ -113,7 +118,18 @@ def _numbers(results: Any) -> Iterator[int]:
             yield from _numbers(x)
 
 
-def _read(found: dict[int, Tensor], x: Any) -> Any:
+class _Cut:
+    """Tensors by number, cut from what made them; not those that are written to, which have no gradient."""
+
+    def __init__(self, found: dict[int, Tensor], written: Any) -> None:
+        self._found, self._written = found, written
+
+    def __getitem__(self, number: int) -> Tensor:
+        x = self._found[number]
+        return x if self._written == Ref(number) else aten.detach.default(x)
+
+
+def _read(found: "dict[int, Tensor] | _Cut", x: Any) -> Any:
     if isinstance(x, Ref):
         return found[x.number]
     if isinstance(x, Number):

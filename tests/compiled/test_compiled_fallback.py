@@ -16,26 +16,6 @@ from tensorloop.loop.compiled.front import NotCompiledWarning
 SEEN: list[Any] = []
 
 
-class Doubled(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x * 2
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return grad * 3
-
-
-class Same(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return x.view_as(x)
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        return -grad
-
-
 def reads_an_item(h: Tensor, x: Tensor) -> Any:
     return h * x.sum().item(), h
 
@@ -96,20 +76,6 @@ def holds(h: Tensor, x: Tensor) -> Any:
     return h + x, h
 
 
-def has_no_graph(h: Tensor, x: Tensor) -> Any:
-    with torch.no_grad():
-        y = h * 2
-    return h + x + y, h
-
-
-def has_a_function(h: Tensor, x: Tensor) -> Any:
-    return Doubled.apply(h) + x, h
-
-
-def has_a_function_of_views(h: Tensor, x: Tensor) -> Any:
-    return Same.apply(h) + x, h
-
-
 def hooks(h: Tensor, x: Tensor) -> Any:
     y = h + x
     if y.requires_grad:
@@ -154,9 +120,6 @@ BODIES: list[tuple[Callable[..., Any], str]] = [
     (writes_outside, "add_"),
     (writes_outside_with_gradients, "add_ writes to a tensor from outside"),
     (holds, "the body changes SEEN, a Python value outside of it"),
-    (has_no_graph, r"mul\(\) runs under another grad mode"),
-    (has_a_function, "the body uses the custom Function Doubled"),
-    (has_a_function_of_views, "custom Function Same"),
     (has_a_linear_recurrence, "the body calls tl.linear_recurrence"),
     (has_a_fixed_point, "the body calls tl.fixed_point"),
     (hooks, "registers a hook"),

@@ -47,9 +47,10 @@ ROOMS = {
     "_torch": set(),
 }
 
+_SHARED = ("functions", "lengths", "operations", "place", "refused", "step", "trace", "verify", "walks")
 # What loops use of the compiler: the contracts, and its stages in the order in which a plan goes through them.
 _OF_THE_COMPILER = (
-    *("lengths", "operations", "place", "refused", "step", "trace", "verify", "walks"),
+    *_SHARED,
     *("graph.backward", "graph.capture", "graph.complex_pairs"),
     *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.choose"),
 )
@@ -84,9 +85,7 @@ DOORS = {
     "kernels.cpu.swaps": {"ordering"},
 }
 # What all stages of the compiler share: a step, the operations, what a graph may hold.
-_CONTRACTS = {
-    f"compiler.{name}" for name in ("lengths", "operations", "place", "refused", "step", "trace", "verify", "walks")
-}
+_CONTRACTS = {f"compiler.{name}" for name in _SHARED}
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
     "loop.checkpoint": {"loop.advice", "loop.loop"},

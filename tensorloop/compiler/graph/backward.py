@@ -6,6 +6,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tensorloop.compiler.functions import FLOW
 from tensorloop.compiler.graph.capture import Gradients, StepWithGradients
 from tensorloop.compiler.lengths import shape_of
 from tensorloop.compiler.operations import aten, value_of
@@ -59,6 +60,8 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
             if not isinstance(n.meta["val"], Tensor):  # of several tensors at once each part is zero
                 continue
             new[n] = _zeros(graph, n, device)
+        elif n.target is FLOW:  # it has said what it had to: where it is zero
+            new[n] = new[n.args[0]]
         elif n.target is aten.add.Tensor and (rest := _not_zero(n, zero)) is not None:
             new[n] = new[rest]
         else:

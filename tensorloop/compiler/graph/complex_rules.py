@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop.compiler.functions import BEGIN, COMING, END
 from tensorloop.compiler.graph import fourier
 from tensorloop.compiler.operations import aten
 
@@ -202,6 +203,25 @@ def _equal(a: Any, b: Any) -> Tensor:
 
 def _norm(x: Pair, p: Any = 2, dim: Any = None, keep: bool = False, *, dtype: Any = None) -> Tensor:
     return torch.linalg.vector_norm(torch.stack([x.re, x.im]) if p == 2 and dim is None else _abs(x), p, dim, keep)
+
+
+def _begin(values: Sequence[Any], inputs: Sequence[Any], *rest: Any) -> list[Any]:
+    """A custom Function's results, of which complex ones are two."""
+    parts = [[p for x in xs for p in (x if isinstance(x, Pair) else [x])] for xs in (values, inputs)]
+    left = iter(BEGIN(*parts, *rest))
+    return [Pair(next(left), next(left)) if isinstance(x, Pair) else next(left) for x in values]
+
+
+def _end(inputs: Sequence[Any], comings: Sequence[Any], found: Sequence[Any], *rest: Any) -> Tensor:
+    """The gradients of a custom Function's inputs; autograd takes the real part of one for a real input."""
+    grads = list[Any]()
+    for x, g in zip(inputs, found, strict=True):
+        if isinstance(x, Pair):
+            grads += (None, None) if g is None else _pair(g)
+        else:
+            grads.append(g.re if isinstance(g, Pair) else g)
+    parts = [[p for x in xs for p in (x if isinstance(x, Pair) else [x])] for xs in (inputs, comings)]
+    return END(*parts, grads, *rest)
 
 
 # -- functions
@@ -414,4 +434,4 @@ def rules() -> dict[Any, Callable[..., Any]]:
             for overload in packet.overloads():
                 target = getattr(packet, overload)
                 found[target] = _NAMED[name] if make is None else make(target)
-    return found
+    return found | {BEGIN: _begin, COMING: lambda x, n: Pair(COMING(x.re, n), COMING(x.im, n)), END: _end}

@@ -37,7 +37,9 @@ def to_text(content: StepText) -> str:
     s = content.step
     return json.dumps(
         {
-            "operations": [[str(o.function), _put(o.args), _put(o.kwargs), _put(o.results)] for o in s.operations],
+            "operations": [
+                [str(o.function), _put(o.args), _put(o.kwargs), _put(o.results), o.cut] for o in s.operations
+            ],
             "step": [*map(list, (s.carry, s.sequences, s.invariants, s.next_carry, s.outs)), s.writes],
             "inputs": [[shape, _put(dtype)] for shape, dtype in content.inputs],
             "constants": [[_put(x.dtype), list(x.shape), _put(x.flatten().tolist())] for x in content.constants],
@@ -51,8 +53,8 @@ def from_text(text: str) -> StepText:
     """The step of a text."""
     content = json.loads(text)
     operations = [
-        Operation(_operation(name), _get(args), _get(kwargs), _get(results), None)
-        for name, args, kwargs, results in content["operations"]
+        Operation(_operation(name), _get(args), _get(kwargs), _get(results), None, cut)
+        for name, args, kwargs, results, cut in content["operations"]
     ]
     carry, sequences, invariants, next_carry, outs, writes = content["step"]
     step = Trace(operations, carry, sequences, invariants, next_carry, outs, None, writes)

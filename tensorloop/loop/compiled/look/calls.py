@@ -4,9 +4,8 @@ Around every look there is a mode of this kind, so that what a call does is know
 of the loop: a body may register a hook today and none tomorrow, and its operations are the same.
 """
 
-import inspect
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from types import (
     BuiltinFunctionType,
     FrameType,
@@ -23,9 +22,11 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
-from tensorloop._common.user_line import UserLine, is_ours, user_place
+from tensorloop._common.user_line import user_place
 from tensorloop._torch import transforms
+from tensorloop._torch.functions import watch_calls
 from tensorloop.compiler.refused import VALUES, Refused
+from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls
 
 PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})  # classes of tensors that are nothing else
 _READS = {
@@ -51,7 +52,7 @@ _REFUSED: dict[Any, tuple[str, str]] = {
     if (function := getattr(Tensor, name, None))
 }
 _REFUSED[torch.autograd.backward] = "the body runs a backward pass (torch.autograd.backward)", _CURES["runs"]
-_GRAD = "the body calls torch.autograd.grad", _CURES["runs"]
+_GRAD = "a condition calls torch.autograd.grad", _CURES["runs"]
 # Attributes: a node of autograd's graph takes hooks, which no later step would have.
 _GRAPH = "the body looks at the graph of a tensor (grad_fn), which may be to register a hook"
 _ATTRIBUTES = {"grad_fn": (_GRAPH, _AFTER)}
@@ -85,15 +86,27 @@ class CallWatch(TorchFunctionMode):
     may_list: Callable[[Tensor], bool] | None = None  # says whether Python may be told all numbers of a tensor
     number_read: Callable[[Tensor], Any] | None = None  # gives what `.item()` is of a tensor that changes
     tells_all = True  # whether the calls tell everything that the step does, as far as was seen
+    autograd: AutogradCalls | None = None  # what notes custom Functions and gradients in the body
+    _before: Any = None
 
     def __enter__(self) -> Self:
         """Begins to look."""
         here.looks += 1
+        self._before = watch_calls(self.autograd), torch.is_grad_enabled()
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         here.looks -= 1
         super().__exit__(*raised)
+        watch, grad = self._before
+        watch_calls(watch)
+        if torch.is_grad_enabled() is not grad:
+            torch.set_grad_enabled(grad)
+            if raised[0] is None:
+                raise refusal("the body leaves another grad mode behind", "use it as a block: with torch.no_grad()")
+
+    def mark(self, function: Any, args: Sequence[Any], made: Sequence[Tensor], more: Sequence[Any] = ()) -> None:
+        """Notes what no call of torch shows of a custom Function: where it begins and ends."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call."""
@@ -108,9 +121,16 @@ class CallWatch(TorchFunctionMode):
         elif reason is None and type(func) is MethodWrapperType:
             name = getattr(func.__self__, "__name__", "")
             reason = _ATTRIBUTES.get(name)
-            self.asked_grad |= name in ("requires_grad", "is_leaf", "grad")
+            if name == "requires_grad" and func.__name__ == "__set__" and self.autograd is not None:
+                self.autograd.gives(args[0])
+            else:
+                self.asked_grad |= name in ("requires_grad", "is_leaf", "grad")
         elif func is torch.autograd.grad and transforms.maybe_level() is None:  # torch.func.grad calls it, too
-            reason = _GRAD
+            if self.autograd is None:
+                raise refusal(*_GRAD)
+            return self.autograd.grad(args, kwargs or {}, lambda: self._made_inside(func, args, kwargs))
+        elif func is Tensor.requires_grad_ and self.autograd is not None:
+            self.autograd.gives(args[0])
         elif func in _NORMS and _updates(func, args, kwargs or {}):
             reason = (
                 f"{func.__name__}() updates its running statistics",
@@ -120,6 +140,9 @@ class CallWatch(TorchFunctionMode):
             raise refusal(*reason)
         if func is Tensor.__getitem__ and (picked := _numbered_item(*args)) is not None:
             return picked
+        return self._made_inside(func, args, kwargs)
+
+    def _made_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         outer, self.inside = self.inside, True
         if not outer:
             self.call, self.grad = func, torch.is_grad_enabled()
@@ -157,38 +180,6 @@ def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     )
     now = given.get("training", given.get("use_input_stats", norm is functional.instance_norm))
     return bool(now) and given.get("running_mean") is not None
-
-
-def custom_function() -> tuple[str, UserLine | None] | None:
-    """The name of the `torch.autograd.Function` whose forward runs here, and the user's line that calls it.
-
-    It is found by its forward, for `apply` has no frame where it is written in C (torch 2.14). A forward may call that
-    of the class above it; the name is that of the class whose `apply` was called.
-    """
-    forwards, forward = _forwards(), None
-    frame: FrameType | None = sys._getframe(1)
-    while frame is not None:
-        if id(frame.f_code) in forwards:
-            forward = frame
-        elif forward is not None and not is_ours(frame):
-            break
-        frame = frame.f_back
-    return None if forward is None else (forwards[id(forward.f_code)], user_place(forward.f_back))
-
-
-def _forwards() -> dict[int, str]:
-    """By the id of its code, as codes of equal text are equal: the class that has written each Function's forward."""
-    forwards: dict[int, str] = {}
-    classes = [torch.autograd.Function]
-    while classes:
-        cls = classes.pop()
-        classes += cls.__subclasses__()
-        for name in ("forward", "setup_context"):
-            function = cls.__dict__.get(name)
-            if isinstance(function, staticmethod):
-                code = getattr(inspect.unwrap(function.__func__), "__code__", None)  # custom_fwd of AMP wraps it
-                forwards |= {} if code is None else {id(code): cls.__name__}
-    return forwards
 
 
 def is_torchs(function: Any) -> bool:

@@ -27,6 +27,7 @@ _QUERIES = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous, Tensor.element_size),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.ndimension, Tensor.nelement, Tensor.__hash__),
 }
+_OF_AUTOGRAD = frozenset({torch.autograd.grad, Tensor.requires_grad_})  # what is looked at however well it is known
 _ALIKE = frozenset({bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout})
 _ALIKE |= {torch.memory_format}
 
@@ -54,6 +55,7 @@ class CallTrail(CallWatch):
         self.values = None
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
+        self._given = len(self._held)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -78,6 +80,8 @@ class CallTrail(CallWatch):
         if self._known is None:
             self.tells_all &= is_torchs(func)
             out = self._seen(func, args, kwargs)
+        elif func in _OF_AUTOGRAD:
+            out = self._seen(func, args, kwargs)
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
         if func in READING and not is_read(out):
@@ -89,6 +93,19 @@ class CallTrail(CallWatch):
         else:
             self._made(out)
         return out
+
+    def mark(self, function: Any, args: Sequence[Any], made: Sequence[Tensor], more: Sequence[Any] = ()) -> None:
+        """Notes where a custom Function begins, and what it and its backward give."""
+        key: list[Any] = [function]
+        self._note(key, args)
+        self._step(key)
+        for x in made:
+            self._numbers[id(x)] = len(self._held)
+            self._held.append(x)
+
+    def is_outside(self, x: Tensor) -> bool:
+        """Whether a tensor was not made in the step."""
+        return self._numbers.get(id(x), -1) < self._given or any(x is y for y in self.captures)
 
     def end(self, tensors: Sequence[Tensor], others: Hashable) -> Leaf | None:
         """The leaf of a known path, None where a new one was noted. `others` is what else came out."""

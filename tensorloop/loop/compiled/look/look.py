@@ -20,10 +20,12 @@ from tensorloop.compiler.targets.choose import find_place
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.look import autocast
+from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls, NeedsGradients
 from tensorloop.loop.compiled.look.calls import SizesTold
+from tensorloop.loop.compiled.look.differentiated import check_gradients
 from tensorloop.loop.compiled.look.draws import DrawOp
 from tensorloop.loop.compiled.look.frame import NUMBERS, Frame, Key, Layout, StepResults, is_numbered
-from tensorloop.loop.compiled.look.known_calls import CallTrail, UnknownCall, known_calls
+from tensorloop.loop.compiled.look.known_calls import MOST_PATHS, CallTrail, UnknownCall, known_calls
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.look.values_read import ValuesRead
@@ -31,6 +33,8 @@ from tensorloop.loop.compiled.pays import as_before
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
+
+_differentiating: set[Key] = set()  # what is known of loops before steps whose first look needs inputs with gradients
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -81,6 +85,13 @@ def look(loop: Loop, first: Tensor | None, undo: Callable[[], object]) -> Look:
     """
     _check_arguments(loop, first)
     frame = Frame(loop, first)
+    try:
+        return _recognize(frame, undo) or look_closely(frame)
+    except NeedsGradients:
+        undo()
+        if len(_differentiating) >= MOST_PATHS:
+            _differentiating.clear()
+        _differentiating.add(frame.root)
     return _recognize(frame, undo) or look_closely(frame)
 
 
@@ -91,9 +102,14 @@ def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
         return None
     try:
         with as_before(frame.root, frame.loop.length), without_hooks(), autocast.without_kept_casts():
-            carry, row = frame.inputs()
+            live = _is_differentiating(frame)
+            carry, row = (list(map(_live, x)) if live else x for x in frame.inputs())
             trail = CallTrail([*carry, *row], known)
-            results = frame.run(trail, carry, row)
+            trail.autograd = AutogradCalls(trail, trail, live=live or not torch.is_grad_enabled())
+            try:
+                results = frame.run(trail, carry, row)
+            finally:
+                trail.autograd.end()
         leaf = trail.end(*results.outputs())
     except UnknownCall:
         undo()
@@ -101,6 +117,7 @@ def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
     if trail.asked_grad:  # what the body would have done with other tensors, its calls do not tell
         undo()
         return None
+    check_gradients(frame, [*carry, *row], results.carry, trail.captures, trail.autograd)
     assert leaf is not None
     return Look(frame, leaf.key, [trail.captures[i] for i in leaf.captures], results, (), None)
 
@@ -120,12 +137,13 @@ def record(
     change: Callable[[Tensor], object] | None = None,
     layout: Layout | None = None,
     learns: bool = False,
+    checks: bool = False,
 ) -> Record:
     """Runs a step and writes it down, with `lines` so that a graph can be made of it.
 
     With `lines` its inputs have gradients, unless `live` is False, so that what cuts them off is seen, custom Functions
     among that. `change` changes the inputs in place before the step; they lie in memory as `layout` says. `learns`
-    notes calls of torch, too.
+    notes calls of torch, too. `checks` tries out the backwards of custom Functions.
     """
     loop, before = frame.loop, list[Tensor]()
     told = SizesTold() if frame.arrays.places else None  # their lengths are what the body may be told
@@ -135,12 +153,15 @@ def record(
             for x in (*carry, *row):
                 change(x)
             before = [x.clone() for x in (*carry, *row)]
-        if lines and live and torch.is_grad_enabled():
+        live = live and torch.is_grad_enabled() and (lines or _is_differentiating(frame))
+        if live:
             carry, row = [_live(x) for x in carry], [_live(x) for x in row]
         given = [*carry, *row]
         trail = CallTrail(given) if learns else None
         log = OperationLog(given, lines=lines, trail=trail)
         log.values = values = _values_of(frame)
+        calls = AutogradCalls(log, log.watch, live=live or not torch.is_grad_enabled(), checks=checks)
+        log.watch.autograd = calls
         log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
         try:
             with without_hooks(), autocast.without_kept_casts(), told or nullcontext():
@@ -149,7 +170,11 @@ def record(
             _check_draws(frame, log, results)
         finally:
             log.generators.restore()
+            calls.end()
         tensors, kinds = results.outputs()
+        if not torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
+            raise Refused("the body gives a tensor with a gradient to a loop under no_grad", "detach() it")
+        check_gradients(frame, given, results.carry, list(log.captures.values()), calls)
         numbers = log.finish(tensors)
         if trail is not None:
             trail.tells_all &= not any(log.made(x) for x in trail.captures)
@@ -160,6 +185,11 @@ def record(
     trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, log.writes, values.answers)
     captures = list(log.captures.values())
     return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail, values)
+
+
+def _is_differentiating(frame: Frame) -> bool:
+    """Whether the body needs inputs with gradients, in a loop that has some."""
+    return torch.is_grad_enabled() and frame.root in _differentiating
 
 
 def _check_draws(frame: Frame, log: OperationLog, results: StepResults) -> None:

@@ -5,11 +5,11 @@ Python, another weight under the same name need no rule: what the step did is th
 neither an argument nor a result of the step is a capture, whatever way it came.
 
 What makes a step more than its operations is refused (`Refused`), and the loop runs as an eager one: values read in
-Python (but for those of `values_read`), writes to tensors from outside, random numbers, blocks under another grad mode
-(a custom Function's among them).
+Python (but for those of `values_read`), writes to tensors from outside, random numbers that are drawn in another order.
+What runs without gradients in a body that has some, blocks under `no_grad` and the forward of a custom Function, is
+written down as such (`cut`).
 """
 
-import dataclasses
 import weakref
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
@@ -21,59 +21,34 @@ from torch import Tensor
 
 from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
-from tensorloop.compiler.place import HOST
-from tensorloop.compiler.refused import FUNCTION, NATIVE, VALUES, Refused
+from tensorloop.compiler.functions import BEGIN, COMING, END
+from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
-from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, custom_function, refusal
-from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, may_draw_ahead, never_draws
+from tensorloop.loop.compiled.look.autograd_calls import write_cut
+from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, refusal
+from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, never_draws
 from tensorloop.loop.compiled.look.number_read import NumberRead
+from tensorloop.loop.compiled.look.operation_traits import (
+    CURES,
+    READS,
+    STRIDED,
+    TRAITS,
+    OperationTraits,
+    check_device,
+    is_live,
+    is_torchs_own,
+    mask_of,
+    offset_of,
+    storage_of,
+    traits_of,
+    with_numbers,
+)
 from tensorloop.loop.compiled.look.values_read import MOST_NUMBERS, ValuesRead
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
 _aten = torch.ops.aten
-_READS = "reads a value in Python"
-_SHAPES = "has a result whose shape depends on values"
-_MEMORY = "replaces the memory of a tensor"
-_DRAWS = "draws random numbers"
-_CHECKS = "raises where a value is not as it should be"
-_OWN = "is an operation of its own that writes to its arguments"
-_CURES = {
-    _READS: VALUES,
-    _SHAPES: "torch.where(mask, x, 0) and masked sums keep the shape",
-    _MEMORY: "make another tensor",
-    _CHECKS: "check before the loop, or what it returns",
-    _DRAWS: "draw before the loop and give the numbers as xs",
-    _OWN: "give what it writes as results (mutates_args=()), or set compile=False",
-}
-# Operations that say something about a step which a graph of it would not.
-_REASONS = {
-    _aten._local_scalar_dense.default: _READS,
-    _aten.item.default: _READS,
-    _aten.is_nonzero.default: _READS,
-    _aten.equal.default: _READS,
-    _aten.nonzero.default: _SHAPES,
-    _aten.masked_select.default: _SHAPES,
-    _aten.unique_consecutive.default: _SHAPES,
-    _aten._unique2.default: _SHAPES,
-    _aten._assert_async.default: _CHECKS,
-    _aten._assert_async.msg: _CHECKS,
-    _aten.set_.source_Storage: _MEMORY,
-    _aten.resize_.default: _MEMORY,
-}
-_EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strided.default, _aten.new_empty.default}
-_INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
-# Operations that may take the number of a step: they take a tensor of one number as well.
-_NUMBERED = {
-    *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
-    *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
-}
-_TORCHS = ("aten", "prims")
 _OF_AUTOGRAD = {_aten.detach.default, _aten.clone.default}
-_STRIDED = {_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default}
-_STRIDED |= {_aten.as_strided_scatter.default}
-_MASKS = (torch.bool, torch.uint8)
-_FILL = {"fill_", "zero_", "copy_"}
 
 
 class OperationLog(OperationMode):
@@ -106,6 +81,10 @@ class OperationLog(OperationMode):
         self._moving = set(range(self._given))  # what may be another at each step: arguments, and what is made of them
         self._moving_memory: set[int] = set()  # memory to which such was written
         self._moves = False  # whether the operation at hand is given such
+        self._origins: dict[int, int] = {}  # of what detach() gave
+        self._results: set[int] = set()  # what custom Functions gave
+        self._backwards: list[int] = []  # of those that are looked at: how many tensors there were when it began
+        self._read_backward: set[int] = set()  # memory that such a one reads
         self._instead: Tensor | None = None
         self._unread = False  # whether the operation at hand fills what was empty, or gives a part of it to be filled
 
@@ -124,15 +103,16 @@ class OperationLog(OperationMode):
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs one operation and writes it down."""
-        traits = _TRAITS.get(id(func)) or _traits(func)
-        if traits.reason == _READS and self.values is not None and not self.may_read:
+        if func is _aten.index_put_.default and (mask := mask_of(*args)) is not None:
+            return self.__torch_dispatch__(_aten.masked_fill_.Tensor, types, (args[0], mask, args[2]))
+        traits = TRAITS.get(id(func)) or traits_of(func)
+        if traits.reason == READS and self.values is not None and not self.may_read:
             return self._read(self.values, func, args, kwargs or {})
         if traits.reason is not None and not never_draws(func, args, kwargs):
-            if not (self.may_read and traits.reason == _READS):
-                raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", _CURES[traits.reason])
+            if not (self.may_read and traits.reason == READS):
+                raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", CURES[traits.reason])
             self.reads = True
-        if torch.is_grad_enabled() is not self.grad and not _is_torchs_own(func, args):
-            self._other_grad_mode(traits.name)
+        cut = torch.is_grad_enabled() is not self.grad and not is_torchs_own(func, args)
         if not self.watch.inside:
             self._without_a_call(func, args)
         self.functions.append(func)
@@ -140,6 +120,8 @@ class OperationLog(OperationMode):
         self._unread, self._moves = traits.fills or traits.view, False
         key, note = self.key, self._note
         key.append(id(func))  # what hashes quickly
+        if cut:
+            key.append("cut")
         for x in args:
             note(x)
         if kwargs:
@@ -147,14 +129,14 @@ class OperationLog(OperationMode):
                 key.append(name)
                 note(x)
         if traits.writes or traits.named or traits.masks:
-            self._check(traits, args, kwargs or {})
-        if func in _STRIDED:
+            self._check(traits, args, kwargs or {}, cut)
+        if func in STRIDED:
             self._check_place(func, args, kwargs or {})
         noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
         if traits.draws:
             return self._draw(func, args, kwargs or {}, noted[0])
         if self.number is not None and any(isinstance(x, torch.SymInt) for x in args):
-            args = _with_numbers(func, args)
+            args = with_numbers(func, args)
         if self._instead is not None:
             zeros = torch.zeros_like(self._instead)
             args = tuple([zeros if z is self._instead else z for z in y] if isinstance(y, list) else y for y in args)
@@ -163,13 +145,19 @@ class OperationLog(OperationMode):
         if self._moves:
             self._mark(out)
         if traits.empty:
-            self._empty.add(_storage(out))
+            self._empty.add(storage_of(out))
         if self.lines:
             if func is _aten.detach.default:
+                number = self._numbers[id(args[0])]
+                self._origins[self._numbers[id(out)]] = self._origins.get(number, number)
                 func = self._detached(args[0], out)
-            elif self._cut:
-                self._follow(args, out)
-            self.operations.append(Operation(func, *noted, self._structure(out), user_place()))
+            elif self._cut or cut:
+                self._follow(args, out, cut)
+            cut = cut and self.grad
+            if cut and traits.writes and is_live(args[traits.writes[0]]):
+                self._write_cut(func, *noted, out)
+            else:
+                self.operations.append(Operation(func, *noted, self._structure(out), user_place(), cut))
         if len(self.functions) > MOST_OPERATIONS:
             raise refusal(
                 f"a step has more than {MOST_OPERATIONS} operations", "make it a loop of its own inside the step"
@@ -187,8 +175,8 @@ class OperationLog(OperationMode):
             self.key.append(values.guard(len(self.key), value, said))
             return value
         one = func is _aten._local_scalar_dense.default and values.may_answer
-        if not one or (x.dtype is not torch.bool and called not in ("__bool__", "is_nonzero")):
-            raise refusal(f"{said} {_READS}", values.cure or VALUES)
+        if self._backwards or not one or (x.dtype is not torch.bool and called not in ("__bool__", "is_nonzero")):
+            raise refusal(f"{said} {READS}", values.cure or VALUES)
         flag = x if x.dtype is torch.bool else self.__torch_dispatch__(_aten.ne.Scalar, (), (x, 0))
         self.key.append(values.answer(self._numbers[id(flag)], len(self.operations), bool(func(flag)), said))
         return values.answers[-1].value
@@ -201,7 +189,7 @@ class OperationLog(OperationMode):
             value, values.telling = bool(flag), ""
             if len(values.answers) > count:
                 return value
-        raise refusal(f"{said} {_READS}", VALUES)  # the step does not see it: this is no part of its body
+        raise refusal(f"{said} {READS}", VALUES)  # the step does not see it: this is no part of its body
 
     def _number_read(self, x: Tensor) -> Any:
         """What `.item()` gives of a tensor that moves; None where it is to be read."""
@@ -232,28 +220,22 @@ class OperationLog(OperationMode):
             for x in out:
                 self._mark(x)
 
-    def _other_grad_mode(self, name: str) -> None:
-        """Refuses what a graph of operations does not show: gradients that are not those of the operations."""
-        if (function := custom_function()) is not None:
-            raise Refused(f"the body uses the custom Function {function[0]}", FUNCTION, function[1])
-        said = self.watch.said(name)
-        if self.watch.inside and self.watch.grad is self.grad:
-            raise refusal(f"{said} computes a part of itself without gradients", NATIVE)
-        cure = "cut gradients off by detach(), and set grad modes around the loop"
-        raise refusal(f"{said} runs under another grad mode than the loop", cure)
-
     def _without_a_call(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that no call of torch made: a script's, or one that hides itself.
 
         A script that has run a few times cuts its arguments off and gives what it computes a gradient of its own, which
         operations do not show.
         """
+        if func is _aten.detach.default and self._numbers.get(id(args[0])) in self._results:
+            return  # a Function saves what it gives
         if func is _aten.detach.default and args[0].requires_grad:
             raise refusal("a scripted function computes its own gradient", "call the function that was scripted")
         self.watch.tells_all = False
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
         """Runs an operation that draws random numbers; to the step they are given, like xs."""
+        if self._backwards:
+            raise refusal("the backward of a custom Function draws random numbers", "draw in forward, and save them")
         if not self.may_draw:
             raise refusal(
                 "random numbers are drawn in a loop of unknown length",
@@ -284,11 +266,10 @@ class OperationLog(OperationMode):
 
     def _check_place(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses places counted from where the memory of an argument begins: a slice of xs lies within xs."""
-        place = 4 if func is _aten.as_strided_scatter.default else 3
-        offset = args[place] if len(args) > place else kwargs.get("storage_offset")
-        own = {_storage(x) for x in self._tensors[: self._given]} | self._foreign
+        offset = offset_of(func, args, kwargs)
+        own = {storage_of(x) for x in self._tensors[: self._given]} | self._foreign
         self.strided = True
-        if offset is not None and _storage(args[0]) in own:
+        if offset is not None and storage_of(args[0]) in own:
             raise refusal(
                 "as_strided() with an offset into memory from outside of the step", "index, or use unfold() or narrow()"
             )
@@ -298,8 +279,8 @@ class OperationLog(OperationMode):
         for x in tensors:
             self._note(x)
         if self.lines:
-            own = {_storage(x) for x in self._tensors[: self._given]}
-            if any(_storage(x) in own for x in self.captures.values()):
+            own = {storage_of(x) for x in self._tensors[: self._given]}
+            if any(storage_of(x) in own for x in self.captures.values()):
                 raise Refused("a tensor was taken out of its graph by .data or the like", "use detach()")
         return [self._numbers[id(x)] for x in tensors]
 
@@ -310,6 +291,45 @@ class OperationLog(OperationMode):
     def tensor(self, number: int) -> Tensor:
         """The tensor of the step that has this number."""
         return self._tensors[number]
+
+    def mark(self, function: Any, args: Sequence[Any], made: Sequence[Tensor], more: Sequence[Any] = ()) -> None:
+        """Writes down where a custom Function begins, and what it and its backward give."""
+        self.functions.append(function)
+        self.starts.append(len(self.key))
+        self.key.append(id(function))
+        backwards, self._backwards = self._backwards, []  # what a mark has is not read by a backward
+        for x in args:
+            self._note(x)
+        self._backwards = backwards[: -1 if function in (COMING, END) else None]
+        noted = self._structure([*args, *more]) if self.lines else None
+        for x in made:
+            self._numbers[id(x)] = len(self._tensors)
+            self._tensors.append(x)
+        refs = [Ref(self._numbers[id(x)]) for x in made]
+        self._moving |= {ref.number for ref in refs}
+        if function is BEGIN:
+            self._results |= {ref.number for ref in refs}
+        if function is not END:
+            self._backwards.append(len(self._tensors))
+        if self.lines:
+            results = refs if function is BEGIN else refs[0] if refs else None
+            self.operations.append(Operation(function, noted, {}, results, user_place()))
+        self.watch.mark(function, args, made)
+
+    def _write_cut(self, func: Any, args: Any, kwargs: Any, out: Any) -> None:
+        """Writes down a write without gradients to a tensor that has one: it has new values, and its old gradient.
+
+        So that is what a Function does whose backward gives on what comes.
+        """
+        if not isinstance(out, Tensor) or args[0] != self._structure(out):
+            raise refusal(f"{func} writes, without gradients, to a tensor that has one", "make another tensor")
+        first = len(self._tensors)
+        self._tensors += [out] * 3
+        self.operations += write_cut(func, args, kwargs, first, self.watch.autograd)
+
+    def is_outside(self, x: Tensor) -> bool:
+        """Whether a tensor was not made in the step."""
+        return not self.made(x)
 
     def made(self, x: Tensor) -> bool:
         """Whether an operation of the step gave this tensor."""
@@ -355,14 +375,16 @@ class OperationLog(OperationMode):
             number = self._numbers.get(id(x))
             if number is not None and not self._moves:
                 self._moves = number in self._moving or (
-                    bool(self._moving_memory) and _storage(x) in self._moving_memory
+                    bool(self._moving_memory) and storage_of(x) in self._moving_memory
                 )
             if number is None:
                 number = self._capture(x)
-            elif self._empty and not self._unread and _storage(x) in self._empty:
+            elif self._empty and not self._unread and storage_of(x) in self._empty:
                 raise refusal(
                     "a tensor made by empty() is filled by no operation that torch sees", "make it with zeros()"
                 )
+            elif self._backwards and number < self._backwards[-1]:
+                self._read_backward.add(storage_of(x))
             key.append(number)
         elif isinstance(x, (list, tuple)):
             key.append(len(x))
@@ -382,7 +404,7 @@ class OperationLog(OperationMode):
     def _structure(self, x: Any) -> Any:
         """Arguments or results with numbers in the place of tensors."""
         if isinstance(x, Tensor):
-            return Ref(self._numbers[id(x)])
+            return Ref(self._number(x))
         if isinstance(x, (list, tuple)):
             return [self._structure(y) for y in x]
         if isinstance(x, dict):
@@ -391,24 +413,32 @@ class OperationLog(OperationMode):
             return Number(x.node.of, x.node.scale, x.node.shift)
         return x
 
+    def _number(self, x: Tensor) -> int:
+        """The number of a tensor; what autograd keeps of a result, and gives with its graph again, is that result."""
+        number = self._numbers[id(x)]
+        calls = self.watch.autograd
+        if number in self._origins and calls is not None and calls.running and x.grad_fn is not None:
+            return self._origins[number]
+        return number
+
     def _capture(self, x: Tensor) -> int:
         if type(x) not in PLAIN or x.layout is not torch.strided:
             raise refusal(
                 f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
                 "give plain tensors: what is in it, or its values()",
             )
-        _check_device(x)
+        check_device(x)
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)
         self.captures[number] = x
-        self._foreign.add(_storage(x))
+        self._foreign.add(storage_of(x))
         self.key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
         return number
 
     def _made(self, out: Any) -> None:
         if isinstance(out, Tensor):
             if id(out) not in self._numbers:  # an operation in place gives its argument
-                _check_device(out)
+                check_device(out)
                 if out.layout is not torch.strided:
                     raise refusal(f"a tensor of layout {out.layout} is made", "use dense tensors")
                 self._numbers[id(out)] = len(self._tensors)
@@ -425,16 +455,20 @@ class OperationLog(OperationMode):
         self._cut.add(self._numbers[id(out)])
         return _aten.detach.default
 
-    def _follow(self, args: Sequence[Any], out: Any) -> None:
-        """Notes views of what was detached."""
-        cut = {_storage(x) for x in args if isinstance(x, Tensor) and self._numbers[id(x)] in self._cut}
-        if cut:
+    def _follow(self, args: Sequence[Any], out: Any, cut: bool = False) -> None:
+        """Notes views of what was detached, and views that were made without gradients."""
+        tensors = [x for x in args if isinstance(x, Tensor)]
+        off = {storage_of(x) for x in tensors if self._numbers[id(x)] in self._cut or (cut and x.requires_grad)}
+        if off:
             outs = out if isinstance(out, (list, tuple)) else [out]
-            self._cut |= {self._numbers[id(x)] for x in outs if isinstance(x, Tensor) and _storage(x) in cut}
+            outs = [
+                x for x in outs if isinstance(x, Tensor) and all(x is not y for y in tensors)
+            ]  # not what is written to
+            self._cut |= {self._numbers[id(x)] for x in outs if storage_of(x) in off}
 
-    def _check(self, traits: "_Traits", args: Sequence[Any], kwargs: dict[str, Any]) -> None:
+    def _check(self, traits: OperationTraits, args: Sequence[Any], kwargs: dict[str, Any], cut: bool) -> None:
         """Refuses masks as indices and writes to memory from outside."""
-        if traits.masks and any(isinstance(x, Tensor) and x.dtype in _MASKS for x in args[1]):
+        if traits.masks and any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
             raise refusal(
                 f"{traits.name} by a mask has a result whose shape depends on values",
                 "torch.where(mask, x, 0) and masked sums keep the shape",
@@ -445,82 +479,20 @@ class OperationLog(OperationMode):
                 if isinstance(y, Tensor):
                     self.writes = True
                     if self._moves:
-                        self._moving_memory.add(_storage(y))
-                    if _storage(y) in self._foreign:
+                        self._moving_memory.add(storage_of(y))
+                    if storage_of(y) in self._foreign:
                         raise refusal(
                             f"{traits.name} writes to a tensor from outside of the body",
                             "put it in the carry, or write to a clone()",
                         )
+                    older = self._tensors[: self._backwards[-1]] if self._backwards else ()
+                    if storage_of(y) in self._read_backward or any(storage_of(y) == storage_of(z) for z in older):
+                        what = "the backward of a custom Function reads"
+                        raise refusal(f"{traits.name} writes to a tensor that {what}", "write to a clone()")
                     if self._numbers[id(y)] in self._cut:
                         raise refusal(
                             f"{traits.name} writes to a tensor that was detached before",
                             "write before detach(), or to a clone()",
                         )
                     if traits.fills:
-                        self._empty.discard(_storage(y))
-
-
-@dataclasses.dataclass(frozen=True)
-class _Traits:
-    name: str
-    reason: str | None
-    writes: tuple[int, ...]  # places of the arguments that it writes to
-    named: tuple[str, ...]
-    empty: bool
-    masks: bool
-    fills: bool
-    view: bool
-    draws: bool
-
-
-_TRAITS: dict[int, _Traits] = {}  # by the id of an operation, which lives for ever
-
-
-def _traits(func: Any) -> _Traits:
-    schema = func._schema
-    writes = [(i, a.name) for i, a in enumerate(schema.arguments) if a.alias_info is not None and a.alias_info.is_write]
-    reason = _REASONS.get(func)
-    drawn = torch.Tag.nondeterministic_seeded in func.tags and may_draw_ahead(func)
-    if torch.Tag.nondeterministic_seeded in func.tags and not drawn:
-        reason = _DRAWS
-    elif torch.Tag.data_dependent_output in func.tags:
-        reason = _READS
-    elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
-        reason = _SHAPES
-    elif schema.is_mutable and func.namespace not in _TORCHS:
-        reason = _OWN
-    fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
-    places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
-    returned = [x.alias_info for x in schema.returns]
-    view = bool(returned) and all(x is not None and not x.is_write for x in returned)
-    flags = func in _EMPTY, func in _INDEXED, fills, view, drawn
-    traits = _Traits(schema.name.split("::")[1], reason, places, names, *flags)
-    return _TRAITS.setdefault(id(func), traits)
-
-
-def _is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
-    """Whether torch itself runs this in another grad mode: autograd does, and so did torch.utils.checkpoint to 2.12."""
-    return func is _aten.detach.default or (func is _aten.empty.memory_format and list(args[0]) == [0])
-
-
-def _check_device(x: Tensor) -> None:
-    """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
-    if x.device != HOST:
-        raise refusal(
-            f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled",
-            "compile=False says that this is meant",
-        )
-
-
-def _storage(x: Tensor) -> int:
-    return x.untyped_storage()._cdata
-
-
-def _with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The operation as it runs now: with this step's number."""
-    if func.overloadpacket not in _NUMBERED:
-        raise refusal(
-            f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number",
-            "make it a tensor: torch.as_tensor(i), torch.select(table, 0, i)",
-        )
-    return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)
+                        self._empty.discard(storage_of(y))

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch import graph
+from tensorloop._torch.functions import is_custom, is_foreign
 from tensorloop.compiler.refused import FUNCTION, Refused
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look.look import Look, Record, record
@@ -30,7 +31,7 @@ def look_twice(look: Look) -> Trace:
     assert first is not None
     state = PythonState(look.frame.loop.functions)
     before = random.getstate(), _numpys_state()
-    second = record(look.frame.again(), lines=True)
+    second = record(look.frame.again(), lines=True, checks=True)
     if (random.getstate(), _numpys_state()) != before:
         raise Refused(
             "the body draws random numbers of Python or NumPy",
@@ -132,12 +133,16 @@ def _move(x: Tensor) -> None:
 
 
 def _refuse_functions(seen: Record) -> None:
-    """Refuses custom Functions: their gradients are not those of a graph of their operations."""
+    """Refuses Functions that were not looked at: their gradients are not those of a graph of their operations."""
+    calls = seen.log.watch.autograd
+    met = set() if calls is None else {id(ctx) for ctx in calls.met}
     stop = {None, *(x.grad_fn for x in seen.captures)}
     ends = [x.grad_fn for x in seen.results.outputs()[0] if x.grad_fn not in stop]
     for node in graph.walk(ends, lambda edge: edge[0] not in stop):
-        if isinstance(node, torch.autograd.function.BackwardCFunction):
+        if is_custom(node) and id(node) not in met:
             raise Refused(f"the body uses the custom Function {type(node).__name__.removesuffix('Backward')}", FUNCTION)
+        if is_foreign(node):
+            raise Refused("a script, or a Function in C++, computes its own gradient", "call what was scripted")
 
 
 def _refuse_held(made: Sequence[weakref.ref[Tensor]]) -> None:

@@ -1,5 +1,6 @@
 """What a step with TensorArrays in its carry does for arrays of any length, learnt from looks with a few lengths."""
 
+import dataclasses
 from collections.abc import Sequence
 from typing import Any
 
@@ -37,11 +38,11 @@ class Template:
         operations = []
         for same in _aligned(x.operations for x in self._traces):
             first = same[0]
-            if any(o.function is not first.function or o.results != first.results for o in same):
+            if any((o.function, o.results, o.cut) != (first.function, first.results, first.cut) for o in same):
                 raise length_matters(first.place)
             args = self._joined(*(o.args for o in same), place=first.place)
             kwargs = self._joined(*(o.kwargs or {} for o in same), place=first.place)
-            operations.append(Operation(first.function, put(args), put(kwargs), first.results, first.place))
+            operations.append(dataclasses.replace(first, args=put(args), kwargs=put(kwargs)))
         return operations
 
     def describes(self, seen: Record, lengths: Sequence[int], captures: Sequence[Tensor]) -> bool:

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.fake import empty_fakes, quiet_fakes
+from tensorloop.compiler.functions import UserFunction
 from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
 from tensorloop.compiler.refused import NATIVE, Refused
@@ -46,6 +47,8 @@ class ArrayPlan(Plan):
         """Traces the step twice, and finds by that which numbers are lengths."""
         if trace is not self._given:  # one in pairs: they would be no arguments of the other trace
             raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
+        if any(isinstance(n.target, UserFunction) for n in module.graph.nodes):
+            raise Refused("a custom Function meets a TensorArray in the carry", "return ys, which scan stacks")
         found = super()._with_gradients(trace, module, examples, wants, **options)
         trace, examples = self._other
         again = functional(trace, examples)

@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
+from tensorloop._common.errors import Misuse
 from tensorloop._torch import transforms
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
@@ -105,7 +106,8 @@ class RunAtOnce:
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
         """The gradients of the inputs, None where there is none."""
         coming = self.coming(grads)
-        total = self.reverse(GradientSums(self.plan, self.done, coming), tensors, saved)
+        exact = not self.plan.linear
+        total = self.reverse(GradientSums(self.plan, self.done, coming, exact=exact), tensors, saved)
         if not total.sound():
             total = self.reverse(GradientSums(self.plan, self.done, coming, exact=True), tensors, saved)
         return self._placed(total)
@@ -172,6 +174,11 @@ class RunAtOnce:
 
     def differentiable(self, tensors: Sequence[Tensor], grads: Sequence[Tensor | None], create: bool) -> list[Any]:
         """The gradients of the inputs with graphs of their own: the step's graph runs under autograd, step by step."""
+        if create and not self.plan.linear:
+            raise Misuse(
+                "the gradient of a compiled loop is differentiated, which is done in parts, and the backward of a "
+                "custom Function in its body is not linear in the gradient that it gets; set compile=False"
+            )
         wants = [i for i, want in enumerate(self.plan.wants) if want]
         with torch.enable_grad():
             inputs = list(tensors)

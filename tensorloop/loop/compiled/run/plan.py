@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from tensorloop._common.user_line import UserLine
 from tensorloop.compiler.divide.saving import kept
+from tensorloop.compiler.functions import UserFunction, with_backwards
 from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.graph.backward import Missing, backward_step, zeros_in
 from tensorloop.compiler.graph.capture import StepWithGradients, functional, with_gradients
@@ -65,7 +66,10 @@ class Plan:
         growth: Sequence[int] = (),
     ) -> None:
         found = complex_pairs.to_pairs(trace, functional(trace, examples), examples, wants)
-        self.trace, self.module, examples, wants = found
+        self.trace, module, examples, wants = found
+        self.module = with_backwards(module)
+        functions = [n.target for n in self.module.graph.nodes if isinstance(n.target, UserFunction)]
+        self.linear = all(x.linear for x in functions)  # whether each backward is, in the gradients that come
         self.gradients = self._with_gradients(*found, grad=grad, place=place, reverse=reverse, growth=growth)
         self.step = step = self.gradients.step
         verify(step, examples)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from tensorloop._torch.fake import quiet_fakes
 from tensorloop.compiler.divide.partition import extract
+from tensorloop.compiler.functions import UserFunction
 from tensorloop.compiler.lengths import Sized
 from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.refused import Refused
@@ -53,6 +54,11 @@ def check(look: Look, plan: Plan, rows: int, counts: Iterable[int], few: Callabl
 
     `few` makes the loop of some rows; `counts` are how many there may be beside `rows`.
     """
+    if any(isinstance(n.target, UserFunction) for n in plan.module.graph.nodes):
+        raise Refused(
+            "rows leave the batch, and the body uses a custom Function, whose backward may make one row of others",
+            "set compact=False, or compile=False",
+        )
     own = _own_captures(look)
     values = python_values(look.frame.loop)
     known = plan.apart.get(own)
@@ -150,7 +156,9 @@ class _Same:
         return None
 
     def _alike(self, x: Operation, y: Operation) -> bool:
-        if x.function is not y.function or x.results != y.results or (x.kwargs or {}).keys() != (y.kwargs or {}).keys():
+        if (x.function, x.results, x.cut) != (y.function, y.results, y.cut) or (x.kwargs or {}).keys() != (
+            y.kwargs or {}
+        ).keys():
             return False
         names = [a.name for a in x.function._schema.arguments]
         pairs = [*zip(names, x.args, y.args, strict=False)]
