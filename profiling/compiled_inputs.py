@@ -133,3 +133,36 @@ def bn_rnn(random: Random, T: int) -> Arrays:
 def one_row(random: Random, T: int) -> Arrays:
     """h = tanh(W h + x); h and x have one dim, of 1024."""
     return {"xs": random.randn(T, 1024), "W": weight(random, 1024, 1024)}
+
+
+@maker
+def kf(random: Random, T: int) -> Arrays:
+    """A Kalman filter of 8 states and 4 observations by Cholesky; B = 32. y is the log likelihood."""
+    noise = {"q": np.array(0.1), "r": np.array(0.5)}
+    return {"xs": random.randn(T, 32, 4), "A": turn(8, 0.2) * 0.99, "H": weight(random, 4, 8), **noise}
+
+
+@maker
+def root_kf(random: Random, T: int) -> Arrays:
+    """The same with a triangular root of the covariance, by QR."""
+    return kf(random, T)
+
+
+@maker
+def ekf(random: Random, T: int) -> Arrays:
+    """An extended Kalman filter of x + sin(x W) / 10, whose first 3 of 6 states are measured; by solve; B = 32."""
+    noise = {"q": np.array(0.1), "r": np.array(0.5)}
+    return {"xs": random.randn(T, 32, 3), "W": weight(random, 6, 6), **noise}
+
+
+@maker
+def lqr(random: Random, T: int) -> Arrays:
+    """Riccati's recurrence of 8 states and 4 controls with changing costs, backward in time, by solve; one system."""
+    return {"xs": 1 + random.rand(T, 8), "A": turn(8, 0.2), "B": weight(random, 8, 4), "r": np.array(0.5)}
+
+
+@maker
+def gp(random: Random, T: int) -> Arrays:
+    """A Gaussian process by sequential inference: two Matern kernels, mixed into 3 series at uneven times; B = 16."""
+    scales = {"rates": np.array([0.7, 2.0]), "r": np.array(0.3), "mix": weight(random, 3, 2)}
+    return {"xs": random.randn(T, 16, 3), "dt": 0.1 + random.rand(T, 16), **scales}

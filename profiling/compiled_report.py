@@ -31,8 +31,13 @@ TITLES = {
     "ode": "adaptive ODE solver",
     "bn_rnn": "RNN normed over rows, B=64, H=512",
     "one_row": "RNN of one row, H=1024",
+    "kf": "Kalman filter of 8 states by Cholesky, B=32",
+    "root_kf": "Kalman filter of 8 states by QR, B=32",
+    "ekf": "extended Kalman filter by solve, B=32",
+    "lqr": "LQR of 8 states by solve",
+    "gp": "Gaussian process by sequential inference, B=16",
 }
-USUAL = {"T": 512, "iir": 4096, "W1": 10000}
+USUAL = {"T": 512, "iir": 4096, "W1": 10000, "lqr": 256}
 SIZES: dict[str, tuple[tuple[int, int], ...]] = {  # (T, threads)
     **{name: ((USUAL.get(name, 512), 1),) for name in TITLES},
     "W2s": ((1024, 1), (1024, 2)),
@@ -58,6 +63,7 @@ WAYS = {
 CHECKPOINTED = ("W2s", "W2", "W4", "ode")
 MODULES = {"W2s": "nn_lstm", "W2": "nn_lstm", "gru": "nn_gru"}
 MEMORY_WAYS = ("compiled", "compiled_k32", "eager", "eqx_k32")
+OTHER_BOUNDS = ("W2s", "W2", "RNNs", "RNN", "W3", "W4", "kf", "root_kf", "ekf", "lqr", "gp")  # beside lax.scan
 # workload, way, peer, bound: time of the way at most bound times that of the peer
 BOUNDS = [
     ("W2s", "compiled", "lax_scan", 0.3),
@@ -67,7 +73,9 @@ BOUNDS = [
     ("W2", "compiled", "nn_lstm", 0.85),
     ("RNNs", "compiled", "lax_scan", 0.4),
     ("RNN", "compiled", "lax_scan", 0.7),
-    *((w, "compiled", "lax_scan", 1.0) for w in TITLES if w not in ("W2s", "W2", "RNNs", "RNN", "W3", "W4")),
+    *((w, "compiled", "lax_scan", 0.3) for w in ("kf", "root_kf", "ekf")),
+    *((w, "compiled", "lax_scan", 0.5) for w in ("lqr", "gp")),
+    *((w, "compiled", "lax_scan", 1.0) for w in TITLES if w not in OTHER_BOUNDS),
     ("W3", "compiled", "eager", 0.7),
     *((w, "compiled", "eager", 1.0) for w in TITLES if w != "W3"),
 ]

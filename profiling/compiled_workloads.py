@@ -10,6 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 from compiled_inputs import ODE_END, make
+from compiled_matrices import MATRICES
 from loop_workloads import Cache, lstm_start, lstm_step, w4_step
 from torch import Tensor, nn
 from torch.nn import functional
@@ -242,16 +243,17 @@ def w3(d: Leaves) -> Work:
     return Work(body, start, d["xs"], lambda carry, ys: ys.sum())
 
 
-SCANS: dict[str, Callable[[Leaves], Work]] = {
+SCANS: dict[str, Callable[[Leaves], Any]] = {
     **{"W1": w1, "W2": lstm, "W2s": lstm, "RNN": rnn, "RNNs": rnn, "rk4": rk4, "ln_rnn": ln_rnn, "memory": memory},
     **{"crf": crf, "viterbi": viterbi, "hmm": hmm, "gru": gru, "min_gru": min_gru, "iir": iir, "kalman": kalman},
     **{"adam": adam, "s5": s5, "bn_rnn": bn_rnn, "one_row": one_row, "W3": w3},
+    **MATRICES,
 }
 
 
 def scanned(workload: str, d: Leaves, T: int, **options: Any) -> Tensor:
     """The loss of a scan."""
-    work = SCANS[workload](d)
+    work = Work(*SCANS[workload](d))
     return work.loss(*tl.scan(work.body, work.init, work.xs, T, **options))
 
 
@@ -310,7 +312,7 @@ def torch_scan(workload: str, d: Leaves) -> Tensor:
     """Torch's own operator, compiled by torch.compile."""
     from torch._higher_order_ops.scan import scan
 
-    work = SCANS[workload](d)
+    work = Work(*SCANS[workload](d))
 
     def body(carry: Any, x: Tensor) -> Any:
         carry, y = work.body(carry, x)

@@ -14,6 +14,7 @@ import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
 from compiled_inputs import ODE_END, make
 from jax import lax  # pyright: ignore[reportMissingImports]
 from jax_loops import Arrays, executable, lstm_step, threads, w1, w3_carried, w4_checkpointed, w4_told
+from jax_matrices import MATRICES
 
 
 class Work(NamedTuple):
@@ -202,15 +203,16 @@ def one_row(p: Arrays) -> Work:
     return Work(body, jnp.zeros_like(p["xs"][0]), p["xs"], mean_square)
 
 
-SCANS: dict[str, Callable[[Arrays], Work]] = {
+SCANS: dict[str, Callable[[Arrays], Any]] = {
     **{"W2": lstm, "W2s": lstm, "RNN": rnn, "RNNs": rnn, "rk4": rk4, "ln_rnn": ln_rnn, "memory": memory, "crf": crf},
     **{"viterbi": viterbi, "hmm": hmm, "gru": gru, "min_gru": min_gru, "iir": iir, "kalman": kalman, "adam": adam},
     **{"s5": s5, "bn_rnn": bn_rnn, "one_row": one_row},
+    **MATRICES,
 }
 
 
 def scanned(workload: str, scan: Callable[..., Any], p: Arrays, T: int) -> Any:
-    work = SCANS[workload](p)
+    work = Work(*SCANS[workload](p))
     return work.loss(*scan(work.body, work.init, work.xs, T))
 
 
