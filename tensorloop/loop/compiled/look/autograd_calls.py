@@ -61,6 +61,7 @@ class AutogradCalls:
         self.met: list[Any] = []  # the `ctx` of each Function that was noted
         self.once = False  # whether one of them may be differentiated once
         self.asked: list[Asked] = []
+        self.takes = False  # whether there was any
         self.running = False  # whether torch.autograd.grad does
         self._count = 0
 
@@ -92,6 +93,7 @@ class AutogradCalls:
         pair = given.get("outputs"), given.get("inputs")
         asked = [[x] if isinstance(x, Tensor) else list[Any](x or ()) for x in pair]
         self.asked.append(Asked(*asked))
+        self.takes = True
         outer, self.running = self.running, True
         try:
             return run()

@@ -138,12 +138,14 @@ def record(
     layout: Layout | None = None,
     learns: bool = False,
     checks: bool = False,
+    flags: Sequence[bool] | None = None,
 ) -> Record:
     """Runs a step and writes it down, with `lines` so that a graph can be made of it.
 
     With `lines` its inputs have gradients, unless `live` is False, so that what cuts them off is seen, custom Functions
     among that. `change` changes the inputs in place before the step; they lie in memory as `layout` says. `learns`
-    notes calls of torch, too. `checks` tries out the backwards of custom Functions.
+    notes calls of torch, too. `checks` tries out the backwards of custom Functions. `flags` says which inputs have
+    gradients, where not all have.
     """
     loop, before = frame.loop, list[Tensor]()
     told = SizesTold() if frame.arrays.places else None  # their lengths are what the body may be told
@@ -155,7 +157,8 @@ def record(
             before = [x.clone() for x in (*carry, *row)]
         live = live and torch.is_grad_enabled() and (lines or _is_differentiating(frame))
         if live:
-            carry, row = [_live(x) for x in carry], [_live(x) for x in row]
+            left = iter(flags or (True,) * (len(carry) + len(row)))
+            carry, row = ([_live(x) if next(left) else x for x in xs] for xs in (carry, row))
         given = [*carry, *row]
         trail = CallTrail(given) if learns else None
         log = OperationLog(given, lines=lines, trail=trail)

@@ -23,6 +23,7 @@ from tensorloop.loop.compiled.look.look import Look, Record, record
 from tensorloop.loop.compiled.look.python_state import PythonState
 
 MOST_LAYOUTS = 4
+_GRADIENTS = "take them for what the body makes: x.detach().requires_grad_()"
 
 
 def look_twice(look: Look) -> Trace:
@@ -42,6 +43,7 @@ def look_twice(look: Look) -> Trace:
         raise Refused("the body does not do the same at every step", "keep what changes in the carry, as tensors")
     _compare_captures(first, second)
     _compare_layouts(first, second)
+    _compare_gradients_taken(second)
     _refuse_functions(second)
     trace, made = second.trace, second.log.tensors_made()
     del second
@@ -130,6 +132,24 @@ def _move(x: Tensor) -> None:
     """Makes every float another one, near it: a body may be made for some alone."""
     if x.is_floating_point():
         x.mul_(1.015625).add_(2**-10)
+
+
+def _compare_gradients_taken(second: Record) -> None:
+    """A body that takes gradients does the same where inputs have gradients only if the loop's have.
+
+    The first step's inputs are the loop's, and the second's carry has a gradient if the first step's has. For a tensor
+    without one torch raises an error, which the eager loop then raises in its step.
+    """
+    calls, frame = second.log.watch.autograd, second.frame
+    if calls is None or not calls.takes or not torch.is_grad_enabled():
+        return
+    flags, met = tuple(x.requires_grad for x in (*frame.carry, *frame.xs)), set[Any]()
+    while flags not in met:
+        met.add(flags)
+        other = record(frame.again(), lines=True, flags=flags)
+        if other.log.course() != second.log.course():
+            raise Refused("the gradients that the body takes depend on which inputs have gradients", _GRADIENTS)
+        flags = (*(x.requires_grad for x in other.results.carry), *flags[len(frame.carry) :])
 
 
 def _refuse_functions(seen: Record) -> None:
