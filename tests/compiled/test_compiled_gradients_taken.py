@@ -129,9 +129,7 @@ def test_energies_under_no_grad():
         return h + 0.1 * force, force
 
     with torch.no_grad():
-        torch.testing.assert_close(
-            tl.scan(body, XS[0], XS, compile="strict"), tl.scan(body, XS[0], XS, compile=False)
-        )
+        torch.testing.assert_close(tl.scan(body, XS[0], XS, compile="strict"), tl.scan(body, XS[0], XS, compile=False))
 
 
 def test_loops_of_unknown_length():

@@ -1,8 +1,8 @@
 """A second look at a body, once for a plan: at what its operations alone would not show.
 
 The step is run again. What prints, registers hooks, turns tensors into NumPy's, draws Python's random numbers, uses
-Functions that cannot be taken apart, counts in its closure or keeps tensors of the step elsewhere is refused: it would do so once, or give
-the same at every step.
+Functions that cannot be taken apart, counts in its closure or keeps tensors of the step elsewhere is refused: it would
+do so once, or give the same at every step.
 """
 
 import gc
