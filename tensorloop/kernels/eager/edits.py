@@ -1,5 +1,7 @@
 """Edit distances in torch operations, on any device: all pairs at once, one diagonal of their tables after the other.
 
+Where all edits cost 1, one row of the tables after the other: see `_distances`.
+
 `a` (N,) and `b` (M,) int64 are rows of tokens, cut by `a_offsets` (R+1,) and `b_offsets` (S+1,); R is a multiple of S,
 and row r of a meets row r // (R / S) of b. D[i, j] is what the first i tokens of the one cost against the first j of
 the other:
@@ -19,13 +21,13 @@ from torch import Tensor
 from tensorloop.kernels.eager.rows import pad_rows
 
 MATCH, SUBSTITUTION, INSERTION, DELETION = range(4)
-_FAR = 1 << 40  # more than any number of edits; infinity where costs are floats
+_GAINS = 1 << 24  # numbers that are made at a time for rows of the tables
 
 
 def edit_distance(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> Tensor:
     """(R,) int64: the fewest edits."""
     pairs = _padded(a, a_offsets, b, b_offsets)
-    return _ends(pairs, _diagonals(pairs, 1, 1, a.new_ones(()), a.new_tensor(_FAR)))
+    return _distances(pairs)
 
 
 def edit_cost(
@@ -92,10 +94,31 @@ def _padded(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor) -> _Pair
     a_lens, b_lens = a_offsets.diff(), b_offsets.diff()
     rows, others = len(a_lens), len(b_lens)
     partner = torch.arange(rows, device=a.device) // (rows // others if rows else 1)
-    wide_a, wide_b = (int(lens.max()) if len(lens) else 0 for lens in (a_lens, b_lens))
+    on_host = torch.cat([a_lens, b_lens]).cpu().split([rows, others])  # all that a device is waited for
+    wide_a, wide_b = (int(lens.max()) if len(lens) else 0 for lens in on_host)
     padded_a = pad_rows(a.unsqueeze(1), a_offsets, max(wide_a, 1), 0).squeeze(2)
     padded_b = pad_rows(b.unsqueeze(1), b_offsets, max(wide_b, 1), 0).squeeze(2)
     return _Pairs(padded_a, padded_b[partner], a_lens, b_lens[partner])
+
+
+def _distances(pairs: _Pairs) -> Tensor:
+    """(R,): D at the ends of both rows, where every edit costs 1.
+
+    What is held of row i is G[j] = D[i, j] - i - j, which is at most 0 and does not rise: it is the least of what is
+    above, of what is diagonally above, less 1 or for a match 2, and, by a running minimum, of what is to the left.
+    Behind the end of a row of a nothing is gained, so that G stays what it was there.
+    """
+    (rows, length), width = pairs.a.shape, pairs.b.shape[1]
+    gained = torch.zeros(rows, width + 1, dtype=torch.int64, device=pairs.a.device)
+    size = max(1, _GAINS // max(rows * width, 1))
+    for start in range(0, length, size):
+        here = torch.arange(start, min(start + size, length), device=pairs.a.device)
+        match = pairs.a[:, start : start + size, None] == pairs.b[:, None]
+        gains = (-1 - match.long()) * (here < pairs.a_lens[:, None])[:, :, None]
+        for gain in gains.unbind(1):
+            over = torch.minimum(gained[:, :-1] + gain, gained[:, 1:])
+            gained[:, 1:] = over.cummin(1).values
+    return pairs.a_lens + pairs.b_lens + gained.gather(1, pairs.b_lens.unsqueeze(1)).squeeze(1)
 
 
 def _double(x: float | Tensor, like: Tensor) -> Tensor:

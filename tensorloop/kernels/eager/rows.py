@@ -11,19 +11,23 @@ from torch import Tensor
 def pack_rows(padded: Tensor, offsets: Tensor, n: int) -> Tensor:
     """(B, T, F) -> (n, F): the first lens[b] slots of each row."""
     batch, steps, features = padded.shape
-    return padded.reshape(batch * steps, features).index_select(0, _slots(offsets, n, steps))
+    # From the number of an entry to that of its slot it is as far in all of a row.
+    shift = torch.arange(0, batch * steps, steps, device=offsets.device) if steps else offsets[:-1]
+    shift = (shift - offsets[:-1]).index_select(0, row_ids(offsets, n))
+    return padded.reshape(batch * steps, features).index_select(0, torch.arange(n, device=offsets.device) + shift)
 
 
 def pad_rows(values: Tensor, offsets: Tensor, steps: int, fill: float) -> Tensor:
     """(N, F) -> (B, steps, F), `fill` behind the end of each row. A row longer than `steps` is cut."""
     n, features = values.shape
     batch = len(offsets) - 1
-    out = values.new_full((batch * steps, features), fill)
-    slots = _slots(offsets, n, steps)
-    if steps < n:  # otherwise no row can be longer than `steps`
-        fits = slots < row_ids(offsets, n).add_(1).mul_(steps)
-        slots, values = slots[fits], values[fits]
-    return out.index_copy_(0, slots, values).view(batch, steps, features)
+    if not n:
+        return values.new_full((batch, steps, features), fill)
+    places = torch.arange(steps, device=offsets.device) + offsets[:-1, None]
+    outside = places >= offsets[1:, None]
+    out = values.index_select(0, places.clamp_(max=n - 1).view(-1)).view(batch, steps, features)
+    number = torch.full((), fill, dtype=values.dtype, device="cpu").item()
+    return out.masked_fill_(outside.unsqueeze(2), number)
 
 
 def spread_rows(rows: Tensor, offsets: Tensor, n: int) -> Tensor:
@@ -38,12 +42,7 @@ def gather_rows(values: Tensor, index: Tensor) -> Tensor:
 
 def row_ids(offsets: Tensor, n: int) -> Tensor:
     """(n,): the segment each entry is in."""
-    rows = torch.arange(len(offsets) - 1, device=offsets.device)
-    return torch.repeat_interleave(rows, offsets.diff(), output_size=n)
-
-
-def _slots(offsets: Tensor, n: int, steps: int) -> Tensor:
-    """(n,): where each entry is in a padded (B * steps,)."""
-    rows = row_ids(offsets, n)
-    starts = offsets[:-1] - torch.arange(len(offsets) - 1, device=offsets.device) * steps
-    return torch.arange(n, device=offsets.device) - starts.index_select(0, rows)
+    if offsets.device.type == "cpu":
+        rows = torch.arange(len(offsets) - 1, device="cpu")
+        return torch.repeat_interleave(rows, offsets.diff(), output_size=n)
+    return torch.searchsorted(offsets[1:], torch.arange(n, device=offsets.device), right=True)  # two launches for five
