@@ -229,6 +229,7 @@ TAKEN_APART: dict[str, Body] = {
     "tril": lambda x, y: x.tril() + y.triu(1) + x[:, :3] @ torch.eye(3, dtype=x.dtype) @ x[:, :3].t() @ x,
     "embedding": lambda x, y: F.embedding(_places(y, 3), x),
     "count": lambda x, y: torch.count_nonzero(x > 0, dim=1) + (_places(x, 5)[..., None] == torch.arange(5)).sum((1, 2)),
+    "one_hot": lambda x, y: F.one_hot(_places(x, 5), 5).sum(1) * F.cosine_similarity(x, y, -1)[:, None],
     "unsafe splits": lambda x, y: torch.unsafe_split_with_sizes(x * y, [10, 7], 1)[1] + torch.unsafe_split(x, 7, 1)[1],
     "windows": lambda x, y: F.adaptive_avg_pool2d(x[None], (2, 5)) * F.adaptive_max_pool1d(y, 5).mean() + x.mean(),
     "windows that reach out": lambda x, y: (

@@ -149,6 +149,8 @@ class CallWatch(TorchFunctionMode):
         try:
             if func is Tensor.item and self.number_read is not None and (found := self.number_read(*args)) is not None:
                 return found
+            if func is functional.one_hot and (hot := _one_hot(*args, **(kwargs or {}))) is not None:
+                return hot
             return func(*args, **(kwargs or {}))
         finally:
             self.inside = outer
@@ -171,6 +173,14 @@ def _numbered_item(x: Tensor, index: Any) -> Tensor | None:
         x = x[(*[slice(None)] * dim, p)] if type(p) is slice else torch.select(x, dim, p)
         dim += type(p) is slice
     return x
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor | None:
+    """As torch has it, which reads whether there are so many classes: here an index out of range says so."""
+    if num_classes < 1 or tensor.dtype is not torch.int64:
+        return None
+    zeros = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device=tensor.device)
+    return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
 
 
 def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
