@@ -132,10 +132,18 @@ def start() -> None:
         for module in (torch.cuda, *modules):
             if module.__dict__.get(name) is before:
                 setattr(module, name, value)
+    torch.UntypedStorage.__new__ = new_storage
     torch.backends.cudnn.enabled = False  # pyright: ignore
     torch.cuda.manual_seed_all(torch.initial_seed())
     # A device's thread of autograd drops its last task after `backward` has returned, and needs Python for that.
     atexit.register(time.sleep, 0.1)
+
+
+def new_storage(cls: Any, *args: Any, device: Any = None, **options: Any) -> Any:
+    """Memory of a device is asked for by its size alone; a torch without CUDA has no way to make it."""
+    if device is not None and torch.device(device).type == "cuda":
+        return torch.empty(*args, dtype=torch.uint8, device=device).untyped_storage()
+    return torch._C.StorageBase.__new__(cls, *args, device=device, **options)
 
 
 def counted() -> contextlib.AbstractContextManager[Counts]:

@@ -38,11 +38,14 @@ static const std::unordered_set<std::string> WITHOUT_LAUNCH = {
     "aten::empty", "aten::empty_strided", "aten::new_empty_strided", "aten::resize_", "aten::set_", "aten::is_set_to",
     "aten::_local_scalar_dense", "aten::_efficientzerotensor", "aten::record_stream"};
 
+// Its first result is another look at memory that it does not write.
+static bool is_view(const c10::FunctionSchema& schema) {
+  auto* alias = schema.returns().empty() ? nullptr : schema.returns()[0].alias_info();
+  return alias && !alias->isWrite();
+}
+
 static bool launches(const c10::FunctionSchema& schema) {
-  if (is_one_of(WITHOUT_LAUNCH, schema.name())) return false;
-  if (schema.returns().empty()) return true;
-  auto* alias = schema.returns()[0].alias_info();
-  return !alias || alias->isWrite();  // what is an alias and writes nothing is a view
+  return !is_view(schema) && !is_one_of(WITHOUT_LAUNCH, schema.name());
 }
 
 // ---- one call of an operation: its arguments to the host, its results back
@@ -83,10 +86,14 @@ struct Call {
     return there;
   }
 
-  static at::Tensor over(c10::Storage memory, const at::Tensor& like, c10::BackendComponent from,
-                         c10::BackendComponent to) {
-    auto keys = like.key_set().remove_backend(from) | c10::DispatchKeySet(to);
-    auto made = at::detail::make_tensor<c10::TensorImpl>(std::move(memory), keys, like.dtype());
+  static c10::DispatchKeySet keys_on(const at::Tensor& x, c10::BackendComponent from, c10::BackendComponent to) {
+    return x.key_set().remove_backend(from) | c10::DispatchKeySet(to);
+  }
+
+  // A view keeps the keys it is given, so that one of a tensor with a gradient has one in inference mode, too.
+  static at::Tensor over(c10::Storage memory, const at::Tensor& like, c10::DispatchKeySet keys, bool view = false) {
+    auto made = view ? at::detail::make_tensor<c10::TensorImpl>(c10::TensorImpl::VIEW, std::move(memory), keys, like.dtype())
+                     : at::detail::make_tensor<c10::TensorImpl>(std::move(memory), keys, like.dtype());
     auto* impl = made.unsafeGetTensorImpl();
     impl->set_sizes_and_strides(like.sizes(), like.strides(), like.storage_offset());
     if (like.unsafeGetTensorImpl()->is_wrapped_number()) impl->set_wrapped_number(true);
@@ -103,7 +110,8 @@ struct Call {
     if (*device != x.device()) other = x.device();
     for (auto& [there, here] : tensors)
       if (there.is_same(x)) return here;
-    auto here = over(host_storage(x.storage()), x, c10::BackendComponent::CUDABit, c10::BackendComponent::CPUBit);
+    auto keys = keys_on(x, c10::BackendComponent::CUDABit, c10::BackendComponent::CPUBit);
+    auto here = over(host_storage(x.storage()), x, keys);
     tensors.emplace_back(x, here);
     return here;
   }
@@ -112,7 +120,9 @@ struct Call {
     for (auto& [there, here] : tensors)
       if (here.is_same(x)) return resized(there, x);
     if (!x.defined() || !device || (*device).is_cpu()) return x;
-    return over(device_storage(x.storage()), x, c10::BackendComponent::CPUBit, c10::BackendComponent::CUDABit);
+    if (is_view(op.schema())) return over(device_storage(x.storage()), x, tensors[0].first.key_set(), true);
+    auto keys = keys_on(x, c10::BackendComponent::CPUBit, c10::BackendComponent::CUDABit);
+    return over(device_storage(x.storage()), x, keys);
   }
 
   // An argument that was written to, which may have other sizes and other memory now.
