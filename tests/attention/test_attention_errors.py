@@ -68,7 +68,7 @@ def test_shapes_that_do_not_go_together(q: Any, k: Any, v: Any, message: str):
         (X.long(), X.long(), X.long(), "attention: q must be of a real floating dtype, got torch.int64"),
         (X, X, X.to(torch.complex64), "attention: v must be of a real floating dtype, got torch.complex64"),
         (X, [1.0], X, "attention: k: expected a tensor, got list"),
-        (X, X.to_sparse(), X, "attention: k: expected a dense tensor, got layout torch.sparse_coo"),
+        (X, X.cpu().to_sparse(), X, "attention: k: expected a dense tensor, got layout torch.sparse_coo"),
         (X, rows(5, 5), rows(5, 5), "packed all three, .* got Tensor, PackedTensor, PackedTensor"),
         (
             rows(5, 5),

@@ -22,7 +22,6 @@ import torch
 from tests.device import built, fused_cells
 
 HERE = str(Path(__file__).parent)
-TORCH = str(Path(torch.__file__).parent)
 DEVICES = 2
 
 Watcher = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
@@ -46,10 +45,16 @@ class Counts:
 
     operations: Counter[str] = field(default_factory=Counter)
     syncs: list[Sync] = field(default_factory=list)
+    reads: int = 0  # of the state of a generator
 
     @property
     def launches(self) -> int:
         return sum(self.operations.values())
+
+    def places(self) -> list[str]:
+        """Each operation and each sync with how often it was, the most frequent first."""
+        found = Counter(self.operations) + Counter(f"sync: {sync}" for sync in self.syncs)
+        return [f"{times:5} {what}" for what, times in found.most_common()]
 
 
 class Watch:
@@ -82,9 +87,11 @@ class Watch:
             for counts in self.counting:
                 if kind == "launch":
                     counts.operations[name] += 1
+                elif kind == "read":
+                    counts.reads += 1
                 else:
                     counts.syncs.append(Sync(kind, name, lines()))
-        return int(kind != "launch" and self.mode == 2)
+        return int(self.mode == 2 and kind not in ("launch", "read"))
 
     def set_mode(self, mode: int | str) -> None:
         self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)  # pyright: ignore
@@ -107,11 +114,11 @@ class Watch:
 
 
 def lines() -> tuple[str, ...]:
-    """The lines that are running in this thread, `file:number`, without those of torch and of this folder's watch."""
+    """The innermost lines that are running in this thread, `file:number`, without those of torch and of this watch."""
     found, frame = [], sys._getframe()
-    while frame := frame.f_back:
+    while (frame := frame.f_back) and len(found) < 6:
         file = frame.f_code.co_filename
-        if file != __file__ and not file.startswith((TORCH, "<frozen", "<string")):
+        if file != __file__ and not file.startswith("<") and "site-packages" not in file:
             found.append(f"{file}:{frame.f_lineno}")
     return tuple(found)
 
@@ -143,7 +150,7 @@ def new_storage(cls: Any, *args: Any, device: Any = None, **options: Any) -> Any
     """Memory of a device is asked for by its size alone; a torch without CUDA has no way to make it."""
     if device is not None and torch.device(device).type == "cuda":
         return torch.empty(*args, dtype=torch.uint8, device=device).untyped_storage()
-    return torch._C.StorageBase.__new__(cls, *args, device=device, **options)
+    return torch._C.StorageBase.__new__(cls, *args, device=device, **options)  # pyright: ignore
 
 
 def counted() -> contextlib.AbstractContextManager[Counts]:

@@ -7,7 +7,7 @@ namespace pretended {
 
 constexpr c10::DeviceIndex DEVICES = 2;
 
-// Tells Python what happened ("launch" or a kind of sync) and of which operation; Python may refuse it.
+// Tells Python what happened ("launch", "read" or a kind of sync) and of which operation; Python may refuse it.
 void report(const char* what, const char* operation);
 
 // The device whose turn it is in this thread.
@@ -29,6 +29,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
   uint64_t seed() override { return numbers.seed(); }
   void set_state(const c10::TensorImpl& state) override { numbers.unsafeGetGeneratorImpl()->set_state(state); }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
+    report("read", "generator");
     return numbers.unsafeGetGeneratorImpl()->get_state();
   }
   GeneratorImpl* clone_impl() const override { return new DeviceGenerator(device(), numbers.clone()); }

@@ -103,7 +103,7 @@ struct Call {
   at::Tensor to_host(const at::Tensor& x) {
     if (!x.defined()) return x;
     if (!x.is_cuda()) {
-      (x.dim() > 0 ? on_host : on_host_scalar) = true;
+      if (!x.unsafeGetTensorImpl()->is_wrapped_number()) (x.dim() > 0 ? on_host : on_host_scalar) = true;
       return x;
     }
     if (!device) device = x.device();
@@ -183,7 +183,7 @@ struct Call {
 
   void refuse_mixed_devices() const {
     static const std::unordered_set<std::string> free = {"aten::set_", "aten::resize_"};
-    static const std::unordered_set<std::string> take_scalars = {"aten::fill_", "aten::masked_fill_"};
+    static const std::unordered_set<std::string> take_scalars = {"aten::fill_", "aten::masked_fill_", "aten::floor_divide"};
     bool scalars = op.hasTag(at::Tag::pointwise) || is_one_of(take_scalars, name) || indexes();
     bool host = (on_host && !indexes()) || (on_host_scalar && !scalars);
     if (tensors.empty() || is_one_of(free, name) || !(host || other)) return;
