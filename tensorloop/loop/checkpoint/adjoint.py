@@ -264,7 +264,7 @@ def _gradients(
 def _solved(linear: Linear, v: list[Tensor], search: SearchLimits) -> list[Tensor]:
     """w = v + w df/dz, by iteration from v."""
     w, steps, going = v, 0, True
-    ratios = torch.full((), torch.inf)
+    ratios = torch.full((), torch.inf, device="cpu")
     while going and steps < search.max_steps:
         steps += 1
         back = linear.to_values(w)

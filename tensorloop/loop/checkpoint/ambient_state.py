@@ -41,11 +41,11 @@ class Autocast:
 class DefaultDevice:
     """Where tensors were made when the loop began: `with torch.device(...)`, or `torch.set_default_device`.
 
-    Both are function modes, and torch takes a mode off while `backward` runs.
+    Both are function modes, and torch takes a mode off while `backward` runs. The one on top, the last, decides.
     """
 
     def __init__(self) -> None:
-        modes = _get_current_function_mode_stack()
+        modes = reversed(_get_current_function_mode_stack())
         self.device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
 
     @contextmanager
