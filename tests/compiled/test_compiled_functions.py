@@ -329,6 +329,19 @@ def wrong(gives: Callable[..., Any], forward: Callable[..., Any] = shifted) -> B
 CALLS = [0.0]
 
 
+class Counted(Function):
+    calls = 0
+
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        Counted.calls += 1
+        return x * 2
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        return g * 3
+
+
 def counts(ctx: Any, x: Tensor) -> Tensor:
     CALLS[0] += 1
     return x * CALLS[0]
@@ -359,7 +372,9 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "hooks": (wrong(lambda ctx, g: ctx.register_hook(print)), "uses ctx.register_hook"),
     "a value that is read": (wrong(lambda ctx, g: g * g.sum().item()), r"\.item\(\) reads a value in Python"),
     "random numbers": (wrong(lambda ctx, g: g * torch.rand_like(g)), "the backward of a custom Function draws"),
-    "state": (wrong(lambda ctx, g: g, counts), "the body"),
+    "state in forward": (wrong(lambda ctx, g: g, counts), "the body changes CALLS"),
+    "state in backward": (wrong(lambda ctx, g: (CALLS.append(1.0), g * 2)[1]), "the body changes CALLS"),
+    "state on the class": (lambda h, x: (torch.sin(Counted.apply(h)), h), "the body changes Counted.calls"),
     "an input written to": (wrong(lambda ctx, g: g * 2, writes), "writes to its inputs"),
     "code that torch does not see": (wrong(lambda ctx, g: g * 2, hidden), "turns a tensor into an array"),
     "None for something else": (

@@ -150,6 +150,8 @@ class PythonState:
             self._look_at_container(name, x, levels)
         elif isinstance(x, torch.nn.Module):
             self._look_at_module(name, x, levels)
+        elif isinstance(x, type) and issubclass(x, torch.autograd.Function):
+            self._look_at_custom_function(name, x, levels)
         else:
             self._look_at_object(name, x, levels)
 
@@ -223,6 +225,17 @@ class PythonState:
         for key in attributes.keys() - _OF_MODULES:
             self._look(f"{name}.{key}", attributes[key], levels - 1)
         self._look_at_method(type(module).forward, levels)
+
+    def _look_at_custom_function(self, name: str, cls: Any, levels: int) -> None:
+        """What a custom Function counts or collects, on its class or by what its forward and backward name."""
+        for base in cls.__mro__[: cls.__mro__.index(torch.autograd.Function)]:
+            for key, x in vars(base).items():
+                if isinstance(x, staticmethod):
+                    self._look(name, x.__func__, levels)
+                elif not key.startswith("_") or type(x) in _PLAIN:
+                    put = partial(setattr, base, key)
+                    self._held.append(_Held(f"{name}.{key}", partial(getattr, base, key, _GONE), put, x))
+                    self._look(f"{name}.{key}", x, levels - 1)
 
     def _look_at_object(self, name: str, x: Any, levels: int) -> None:
         kind = type(x)
