@@ -285,6 +285,76 @@ def test_a_number_of_a_step_that_python_needs_is_refused():
         tl.map(lambda i: torch.ones(3) if i == 0 else torch.zeros(3), range(5), compile="strict")
 
 
+COUNTING: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
+    (lambda h, x, k: (torch.sin(h) + x * k + XS[k], k + 1), (0,)),
+    (lambda h, x, k, j: (torch.sin(h * 2 if k == 3 else h) + x * (k - j), k + 2, j - 1), (-1, 7)),
+    (lambda h, x, k: (torch.sin(h - 1 if h.sum() > 0 else h) + x + k % 3, 1 + k), (1,)),
+]
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 3}, {"until": lambda carry: carry[0].sum() > 3}])
+@pytest.mark.parametrize("k", range(len(COUNTING)))
+def test_ints_in_the_carry_that_count_steps(k: int, options: dict[str, Any]):
+    counts = []
+
+    def run(compile: Any, h: Tensor, xs: Tensor) -> Any:
+        body, start = COUNTING[k]
+        (last, *numbers), ys = tl.scan(
+            lambda carry, x: (body(carry[0], x, *carry[1:]), carry[0].sum()),
+            (h, *start),
+            xs,
+            compile=compile,
+            **options,
+        )
+        counts.append(numbers)
+        return last, ys
+
+    check_both(run, INIT, XS)
+    assert counts[0] == counts[1]
+    assert all(type(n) is int for n in counts[1])
+
+
+@pytest.mark.parametrize(
+    "after",
+    [
+        lambda h, k: k * 2,
+        lambda h, k: (k + 1) % 4,
+        lambda h, k: min(k + 1, 3),
+        lambda h, k: k + 1 if h[0, 0] > -2.0 else k,
+        lambda h, k: k if h[0, 0] > -2.0 else k + 1,
+    ],
+)
+def test_ints_in_the_carry_that_count_otherwise_are_eager(after: Callable[[Tensor, int], int]):
+    def run(compile: Any) -> Any:
+        return tl.scan(lambda c, x: ((c[0] + x, after(c[0], c[1])), None), (INIT, 1), XS, compile=compile)
+
+    expected = run(False)[0]
+    with pytest.warns(NotCompiledWarning, match=r"is a Python int that changes|an int in the carry counts some steps"):
+        last, k = run(True)[0]
+    assert (last.tolist(), k) == (expected[0].tolist(), expected[1])
+
+
+def test_a_module_that_counts_its_steps():
+    class Counts(torch.nn.Module):
+        calls = 0
+
+        def forward(self, h: Tensor, x: Tensor, w: Tensor) -> Any:
+            self.calls += 1
+            h = torch.sin(h @ w) + x * self.calls
+            return (h * 2 if self.calls == 4 else h), h
+
+    counts = []
+
+    def run(compile: Any, h: Tensor, xs: Tensor, w: Tensor) -> Any:
+        module = Counts()
+        found = tl.carrying(module).scan(lambda h, x: module(h, x, w), h, xs, compile=compile)
+        counts.append(module.calls)
+        return found
+
+    check_both(run, INIT, XS, W)
+    assert counts == [25, 25]
+
+
 class Read:
     now: Any = None
 

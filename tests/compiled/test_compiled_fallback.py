@@ -177,7 +177,7 @@ def test_data_is_cut_from_the_graph():
 
 def test_a_python_number_that_changes_is_named():
     with pytest.raises(RuntimeError, match=r"carry\['n'\] is a Python int that changes .* Cure: carry a tensor"):
-        tl.scan(lambda c, x: ({"n": c["n"] + 1}, x), {"n": 0}, torch.zeros(3), compile="strict")
+        tl.scan(lambda c, x: ({"n": c["n"] * 2}, x), {"n": 1}, torch.zeros(3), compile="strict")
 
 
 def test_numbers_that_stay_are_no_trouble():

@@ -36,6 +36,14 @@ class AnswersInPython(Exception):
     """The condition after a step gives a Python bool, or looks at a value to find it: it is to be asked in Python."""
 
 
+class Counts(Exception):
+    """Python ints in the carry are others after the step: `found` says by how much, by their place."""
+
+    def __init__(self, found: dict[int, int]) -> None:
+        super().__init__()
+        self.found = found
+
+
 class Key:
     """What plans are found by: a tuple whose hash is taken once."""
 
@@ -188,6 +196,8 @@ class Frame:
         if numbered:
             assert isinstance(watch, OperationLog)
             watch.number = row[-1]
+            for i, more in loop.counters.items():
+                state[i] = symbol(loop.init[i], row[-1], watch, more, loop.init[i] - more * loop.lower)
         if loop.name == "fori_loop":
             assert loop.numbered is not None
             assert isinstance(watch, OperationLog)
@@ -197,6 +207,8 @@ class Frame:
             slices = self._slices(row, watch)
             with watch:
                 returned, y = loop.body(0, loop.tree_of(state), slices, loop.context_at(0))
+        if loop.counters:
+            returned = self._counted(returned, state)
         if numbered or (watch.values is not None and watch.values.told_number):
             refuse_returned(pytree.leaves((returned, y)))
         leaves = loop.checked(returned, 0)
@@ -296,14 +308,38 @@ class Frame:
         assert condition is not None
         return condition(loop.carry.tree.unflatten(leaves), *loop.context_at(0))
 
+    def _counted(self, returned: Any, state: list[Any]) -> Any:
+        """The carry that the body returned, with the next numbers of its counters as Python's."""
+        loop, leaves = self.loop, self.loop.carry.tree.flatten(returned)
+        if leaves is None:
+            return returned
+        for i, more in loop.counters.items():
+            old, new = state[i].node, getattr(leaves[i], "node", None)
+            if new is None or (new.of, new.scale, new.shift) != (old.of, old.scale, old.shift + more):
+                raise self._changes(i)
+            leaves[i] = loop.init[i] + more
+        return loop.carry.tree.unflatten(leaves)
+
     def _check_others(self, leaves: list[Any]) -> None:
-        """Refuses a step that changes what is no tensor in the carry: a plan has the value of the first step."""
-        loop = self.loop
+        """Refuses a step that changes what is no tensor in the carry: a plan has the value of the first step.
+
+        Ints may count steps, where it is known how many there are.
+        """
+        loop, counts = self.loop, dict[int, int]()
+        may_count = loop.length is not None and loop.cond is None and self.rows is None and self.active is None
+        may_count &= not self.arrays.places and not (loop.slices is not None and loop.slices.reverse)
         for i, (old, new) in enumerate(zip(loop.init, leaves, strict=True)):
             same = old is new or (isinstance(old, NUMBERS) and old == new)
-            if not isinstance(old, (Tensor, TensorArray)) and not same:
-                path, kind = f"carry{loop.carry.tree.paths[i]}", type(old).__name__
-                raise Refused(f"{path} is a Python {kind} that changes", "carry a tensor instead")
+            if not isinstance(old, (Tensor, TensorArray)) and not same and i not in loop.counters:
+                if not may_count or type(old) is not int or loop.counters:
+                    raise self._changes(i)
+                counts[i] = new - old
+        if counts:
+            raise Counts(counts)
+
+    def _changes(self, i: int) -> Refused:
+        path, kind = f"carry{self.loop.carry.tree.paths[i]}", type(self.loop.init[i]).__name__
+        return Refused(f"{path} is a Python {kind} that changes", "carry a tensor instead")
 
 
 def sequences(loop: Loop) -> list[Tensor]:
@@ -319,7 +355,7 @@ def sequences(loop: Loop) -> list[Tensor]:
 
 def is_numbered(loop: Loop) -> bool:
     """Whether the body gets the number of its step."""
-    return loop.name == "fori_loop" or (loop.slices is not None and bool(loop.slices.ranges))
+    return loop.name == "fori_loop" or bool(loop.counters) or (loop.slices is not None and bool(loop.slices.ranges))
 
 
 def code_of(function: Any) -> Any:

@@ -24,7 +24,7 @@ from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls, NeedsGra
 from tensorloop.loop.compiled.look.calls import SizesTold
 from tensorloop.loop.compiled.look.differentiated import check_gradients
 from tensorloop.loop.compiled.look.draws import DrawOp
-from tensorloop.loop.compiled.look.frame import NUMBERS, Frame, Key, Layout, StepResults, is_numbered
+from tensorloop.loop.compiled.look.frame import NUMBERS, Counts, Frame, Key, Layout, StepResults, is_numbered
 from tensorloop.loop.compiled.look.known_calls import MOST_PATHS, CallTrail, UnknownCall, known_calls
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
@@ -85,14 +85,18 @@ def look(loop: Loop, first: Tensor | None, undo: Callable[[], object]) -> Look:
     """
     _check_arguments(loop, first)
     frame = Frame(loop, first)
-    try:
-        return _recognize(frame, undo) or look_closely(frame)
-    except NeedsGradients:
-        undo()
-        if len(_differentiating) >= MOST_PATHS:
-            _differentiating.clear()
-        _differentiating.add(frame.root)
-    return _recognize(frame, undo) or look_closely(frame)
+    while True:  # each turn learns something of the body
+        try:
+            return _recognize(frame, undo) or look_closely(frame)
+        except NeedsGradients:
+            undo()
+            if len(_differentiating) >= MOST_PATHS:
+                _differentiating.clear()
+            _differentiating.add(frame.root)
+        except Counts as counts:
+            undo()
+            loop.counters = counts.found
+            frame = Frame(loop, first)
 
 
 def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:

@@ -38,7 +38,7 @@ def run_plan(
     """(the loop as it ended, the leaves of its carry)."""
     loop, rows = look.frame.loop, look.frame.rows
     loop.taken, outputs = results_of(look, plan, steps, checkpoints, ask)
-    carry = carry_of(look, outputs)
+    carry = carry_of(look, outputs, loop.taken)
     if rows is not None:
         rows.steps = outputs[len(look.frame.carry) - 1]
         loop = RowsLoop(loop, rows, None)
@@ -65,7 +65,7 @@ def run_stretches(
         lasts = list(scan.loop.init)
         for i, x in zip(frame.held, outputs[len(frame.places) :], strict=False):
             lasts[i] = x
-        following = scan.take(k, carry_of(look, outputs), lasts, outputs[len(frame.carry) :])
+        following = scan.take(k, carry_of(look, outputs, 0), lasts, outputs[len(frame.carry) :])
         if following is not None:
             look, plan = look_at(following)
     loop = scan.loop
@@ -105,9 +105,11 @@ def results_of(
     return run.done, outputs
 
 
-def carry_of(look: Look, outputs: Sequence[Tensor]) -> list[Any]:
-    """The leaves of the carry after the loop."""
+def carry_of(look: Look, outputs: Sequence[Tensor], taken: int) -> list[Any]:
+    """The leaves of the carry after so many steps."""
     carry = list(look.frame.loop.init)
+    for i, more in look.frame.loop.counters.items():
+        carry[i] += more * taken
     for i, x in zip(look.frame.places, outputs, strict=False):
         carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
     return carry

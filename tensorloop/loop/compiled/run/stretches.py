@@ -46,7 +46,7 @@ def run_by_answers(
                 if isinstance(error, Refused) or room is None or room == 1:
                     raise
                 room //= 2
-        state, done, streak = carry_of(look, outputs), done + taken, streak + taken
+        state, done, streak = carry_of(look, outputs, taken), done + taken, streak + taken
         plan.longest = max(plan.longest, streak)
         columns.append(columns_of(look, outputs, taken))
         if not _goes_on(loop, state, done):
@@ -57,6 +57,10 @@ def run_by_answers(
             streak = 0
             other = known.get((tuple(not x for x in plan.answers), Frame(rest).root))
         look, plan = look_at(rest) if other is None or len(plan.answers) > 1 else other
+        if look.frame.loop.counters != loop.counters:
+            raise Refused(
+                "an int in the carry counts some steps, by what the body reads in Python", VALUES, plan.asked[1]
+            )
     loop.taken = done
     reverse = loop.slices is not None and loop.slices.reverse
     put_columns(loop, look, [_joined(x, reverse) for x in zip(*columns, strict=True)])
