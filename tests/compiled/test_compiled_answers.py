@@ -131,6 +131,22 @@ def test_vanilla_slstm_runs_in_two_stretches_by_two_plans(monkeypatch: pytest.Mo
     assert [steps for steps, _ in ran] == [1, 24]
 
 
+@pytest.mark.parametrize("cut", [False, True])
+def test_many_stretches_have_the_gradients_of_one_loop(cut: bool):
+    """Short ones and long ones; and a gradient that xs has not is none, not zeros."""
+
+    def run(compile: Any, h: Tensor, xs: Tensor, w: Tensor) -> Any:
+        def body(h: Tensor, x: Tensor) -> Any:
+            x = x.detach() if cut else x
+            return (h @ w * 0.9 + x if (x[0, 0] > 0) else torch.sin(h) - x * w[0]), h
+
+        return tl.scan(body, h, xs, compile=compile)
+
+    xs = torch.sin(torch.arange(1800.0, dtype=D)).view(300, 2, 3)
+    xs[:, 0, 0] = torch.sin(torch.arange(300.0, dtype=D) ** 1.5 / 40)
+    check_both(run, INIT, xs, W)
+
+
 def test_a_bool_that_an_assertion_reads_raises_the_eager_error():
     def body(h: Tensor, x: Tensor) -> Any:
         assert torch.isfinite(h).all(), "no number"

@@ -20,10 +20,11 @@ from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.results import CheckpointsArg, carry_of, columns_of, put_columns, results_of
 from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.rows_loop import ConditionalLoop
-from tensorloop.tensor_array.array import TensorArray
 
 MOST_COURSES = 4  # plans of a loop, by the answers that the body gets
 SHORT, WORTH = 16, 80  # after so many stretches, each must have had so many operations: about what beginning one costs
+CHUNK = 64  # steps, from which short stretches have their slices of xs
+LARGE = 8  # stretches of this part of all steps, or more, have theirs from xs itself
 LEAST = 8  # steps for which a stretch makes room
 
 
@@ -101,8 +102,9 @@ class _Parts:
 
     def __init__(self, whole: Loop) -> None:
         self.whole = whole
-        # Slices of an array have one gradient together, however many there are.
-        self._arrays: list[TensorArray | None] | None = None
+        self._xs: list[Tensor | None] = []  # the steps first
+        # The gradient of a slice is as large as what it is cut from: small ones are cut from chunks.
+        self._chunks: dict[int, Sequence[Tensor]] = {}
 
     def room(self, plan: Plan, streak: int, done: int) -> int | None:
         """For how many steps there is to be room, after so many of the same answers; None where nobody knows."""
@@ -128,9 +130,18 @@ class _Parts:
         return part
 
     def _read(self, start: int, stop: int) -> list[tuple[Tensor | None, int]]:
+        """The slices of xs from one place to another, the steps first."""
         slices = self.whole.slices
         assert slices is not None
-        if self._arrays is None:
-            xs = [None if x is None else x.movedim(d, 0) for x, d in slices.tensors]
-            self._arrays = [None if x is None else TensorArray.unstack(x) for x in xs]
-        return [(None if x is None else x[start:stop], 0) for x in self._arrays]
+        if not self._xs:
+            self._xs = [None if x is None else x.movedim(d, 0) for x, d in slices.tensors]
+        return [(None if x is None else self._cut(k, x, start, stop), 0) for k, x in enumerate(self._xs)]
+
+    def _cut(self, k: int, x: Tensor, start: int, stop: int) -> Tensor:
+        if not x.requires_grad or (stop - start) * LARGE >= len(x):
+            return x[start:stop]
+        if k not in self._chunks:
+            self._chunks[k] = x.split(CHUNK)
+        chunks = range(start // CHUNK, (stop - 1) // CHUNK + 1)
+        parts = [self._chunks[k][j][max(start - j * CHUNK, 0) : stop - j * CHUNK] for j in chunks]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
