@@ -249,6 +249,36 @@ def test_a_result_that_is_not_what_was_said_leaves_the_loop_to_torch():
     check_equal([last], [tl.scan(body, torch.zeros(2), torch.ones(4, 2))[0]], 0)
 
 
+@pytest.mark.parametrize("how", [(1, False), (3, False), (8, True)], ids=["one", "some", "put back"])
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.extended("2-one", "2-some")
+def test_multinomial_draws_the_eager_loops_numbers_and_chooses_as_torch(how: tuple[int, bool], checkpoints: int | None):
+    def run(compile: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        h, xs = torch.randn(4, 6, dtype=D).requires_grad_(), torch.randn(9, 4, 6, dtype=D)
+
+        def body(h: Tensor, x: Tensor) -> Any:
+            chosen = torch.multinomial((h + x).softmax(-1), *how)
+            h = torch.sin(h + x + torch.randn(())) + h.gather(-1, chosen).sum(-1, keepdim=True) * 0.1
+            return h, chosen
+
+        last, chosen = tl.scan(body, h, xs, compile=compile, checkpoints=checkpoints)
+        return [last, chosen, *torch.autograd.grad(last.square().sum(), h), torch.rand(3)]
+
+    check_equal(run("strict"), run(False), 1e-9)
+
+
+@pytest.mark.parametrize("number", [-1.0, float("nan"), 0.0])
+def test_what_are_no_probabilities_is_an_error_with_the_step(number: float):
+    said = []
+    for compile in (False, "strict"):
+        xs = torch.tensor([1, 1, number, 1])
+        with pytest.raises(RuntimeError) as raised:
+            tl.scan(lambda h, x: (h + torch.multinomial(x + 0 * h, 1), None), torch.zeros(3), xs, compile=compile)
+        said.append((str(raised.value), raised.value.__notes__))
+    assert said[0] == said[1]
+
+
 def test_what_draws_numbers_or_has_no_fixed_shape_is_no_call():
     for operation in (torch.poisson, lambda h: h.masked_select(h > 0).sum()):
         explanation = tl.explain(lambda h, x, f=operation: (f(h.abs()) + x, None), torch.ones(3), torch.ones(2, 3))

@@ -38,7 +38,7 @@ def lists(h: Tensor, x: Tensor) -> Any:
 
 
 def draws(h: Tensor, x: Tensor) -> Any:
-    return h + x[torch.multinomial(x.detach().exp(), 2)].sum(), h
+    return h + torch.poisson(x.detach().exp()).sum(), h
 
 
 def seeds(h: Tensor, x: Tensor) -> Any:
@@ -112,7 +112,7 @@ BODIES: list[tuple[Callable[..., Any], str]] = [
     (prints, "the body prints a tensor"),
     (turns_to_numpy, "the body turns a tensor into an array"),
     (lists, "the body turns a tensor into a list"),
-    (draws, r"multinomial\(\) draws random numbers"),
+    (draws, r"poisson\(\) draws random numbers"),
     (seeds, "the body sets the state of a generator"),
     (draws_apart, "the body sets the state of a generator"),
     (draws_in_python, "random numbers of Python or NumPy"),

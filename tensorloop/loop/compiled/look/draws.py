@@ -11,6 +11,7 @@ import torch
 from torch import Generator, Tensor
 
 from tensorloop.compiler.place import HOST
+from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE
 
 _aten = torch.ops.aten
 # Of these only shapes, dtypes and layouts of tensor arguments matter.
@@ -36,11 +37,31 @@ def _shifted(z: Tensor, mean: Tensor, *_: Any) -> Tensor:
     return z + mean.detach()
 
 
+def _chosen(drawn: Tensor, p: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
+    return CHOOSE(p.detach(), drawn, count, replacement)
+
+
+def _draw_to_choose(into: Tensor, generator: Generator | None, args: Sequence[Any]) -> Tensor:
+    if _puts_back(args):
+        return into.uniform_(0, 1, generator=generator)
+    return into.exponential_(1, generator=generator)
+
+
+def _raced(args: Sequence[Any], out: Tensor) -> Tensor:
+    """Where a choice is put back each has a number of its own; else each of p has one, and the first ones win."""
+    return out.new_empty(out.shape, dtype=torch.float64) if _puts_back(args) else torch.empty_like(args[0])
+
+
+def _puts_back(args: Sequence[Any]) -> bool:
+    return args[1] > 1 and len(args) > 2 and args[2]
+
+
 # What torch draws in these, and what it makes of that and the arguments: (into, generator, args), (drawn, *args).
 _MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     _aten.bernoulli.default: (lambda into, g, args: into.uniform_(0, 1, generator=g), _bernoulli),
     _aten.normal.Tensor_Tensor: (lambda into, g, args: into.normal_(0, 1, generator=g), _scaled),
     _aten.normal.float_Tensor: (lambda into, g, args: into.normal_(0, 1, generator=g), _scaled),
+    _aten.multinomial.default: (_draw_to_choose, _chosen),
     _aten.normal.Tensor_float: (lambda into, g, args: into.normal_(0, *args[1:2], generator=g), _shifted),
 }
 
@@ -74,7 +95,8 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
     if func in _MADE:
         draw, made = _MADE[func]
         numbers = [None if isinstance(x, Tensor) else x for x in args]
-        return DrawOp(number, out, lambda into: draw(into, generator, numbers), made)
+        example = _raced(args, out) if func is _aten.multinomial.default else torch.empty_like(out)
+        return DrawOp(number, example, lambda into: draw(into, generator, numbers), made)
     inplace = func._schema.name.endswith("_")
     if inplace and out.is_contiguous():
         rest = args[1:]

@@ -250,7 +250,8 @@ class OperationLog(OperationMode):
         draw = draw_op(func, args, kwargs, out, len(self._tensors))
         fresh = id(out) not in self._numbers
         if not fresh or draw.made is not None:
-            draw.example = torch.empty(out.shape, dtype=out.dtype, device=out.device)
+            if draw.made is None:
+                draw.example = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             self._tensors.append(draw.example)
             self._made(out)
             if self.lines:

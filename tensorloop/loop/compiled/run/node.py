@@ -82,7 +82,7 @@ class RunAtOnce:
         except StepFailed as failed:
             error, step = failed.error, self.first + failed.done
         error.add_note(f"raised in {what} {step} of {self.title}")
-        raise error
+        raise error from error.__cause__  # not of what carried it here
 
     def timed(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
         """Runs the loop forward, by a team of threads where that pays."""
