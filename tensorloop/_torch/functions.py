@@ -53,6 +53,11 @@ def class_of(ctx: Any) -> Any:
     return type(ctx)._forward_cls
 
 
+def is_registered(ctx: Any) -> bool:
+    """Whether a call is one of an operator of `torch.library`, whose gradient the registry has."""
+    return class_of(ctx).__module__ == "torch._library.autograd"
+
+
 def call_instead(cls: Any, name: str, function: Callable[..., Any]) -> None:
     """The next call of `cls.name` by this thread is `function(original, *args)`. It has to come at once."""
     _one_at_a_time.acquire()
@@ -84,8 +89,8 @@ def backward_of(cls: Any) -> tuple[Callable[..., Any], bool]:
 
 
 def is_custom(node: Any) -> bool:
-    """Whether a node of autograd's graph is a custom Function's."""
-    return isinstance(node, BackwardCFunction)
+    """Whether a node of autograd's graph is a custom Function's, of which the registry does not know."""
+    return isinstance(node, BackwardCFunction) and not is_registered(node)
 
 
 def is_foreign(node: Any) -> bool:

@@ -186,6 +186,40 @@ def test_an_error_is_the_users_with_its_step(compile: Any):
     assert last.tolist() == [400, 400]
 
 
+@torch.library.custom_op("calls_out::scaled", mutates_args=())
+def scaled(x: Tensor, by: float) -> Tensor:
+    """An operator with a gradient in the registry."""
+    return torch.from_numpy(x.numpy(force=True) * by)
+
+
+def _keep(ctx: Any, inputs: Any, output: Tensor) -> None:
+    ctx.save_for_backward(inputs[0])
+    ctx.by = inputs[1]
+
+
+def _scaled_backward(ctx: Any, grad: Tensor) -> Any:
+    (x,) = ctx.saved_tensors
+    return grad * ctx.by + FAILS(x, 6.0).detach() * 0, None
+
+
+scaled.register_fake(lambda x, by: torch.empty_like(x))
+scaled.register_autograd(_scaled_backward, setup_context=_keep)
+
+
+def test_an_operator_of_the_users_has_its_registered_gradient():
+    f = lambda h: scaled(h, 0.5) * h  # noqa: E731
+    check_equal(outcome(f, D, "strict"), outcome(f, D, False), 1e-9)
+
+
+@pytest.mark.parametrize("reverse", [False, True])
+def test_an_error_in_the_backward_has_the_step_too(reverse: bool):
+    h, xs = torch.zeros(2, requires_grad=True), torch.ones(20, 2)
+    last, _ = tl.scan(lambda h, x: (scaled(h + x, 1.0), None), h, xs, compile="strict", reverse=reverse)
+    with pytest.raises(ArithmeticError, match="no such number") as raised:
+        last.sum().backward()
+    assert raised.value.__notes__ == ["raised in the backward of step 5 of scan"]
+
+
 @pytest.mark.parametrize("compile", [False, "strict"])
 def test_an_interrupt_ends_the_loop_and_leaves_nothing_behind(compile: Any):
     with torch.no_grad():

@@ -18,11 +18,13 @@ from tensorloop.compiler.operations import (
     is_discontinuous,
     is_exact,
     is_expensive,
+    is_opaque,
+    is_part,
     is_pointwise,
     is_view,
 )
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.walks import needed_for
+from tensorloop.compiler.walks import depends_on, needed_for
 
 _FOREVER = 1 << 60
 
@@ -34,20 +36,23 @@ def kept(
     uses: Iterable[fx.Node],
     price: Mapping[fx.Node, int],
     alike: Container[fx.Node] = (),
+    last: Sequence[fx.Node] = (),
 ) -> list[fx.Node]:
     """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
-    Those in `alike` are had bit for bit. What is not computed `forward` has to be computed backward anyway, but for
-    what is discontinuous. A node with a `price` is there in some way already: an input, an output that the caller gets.
-    What grows with the steps is made again, whatever it costs: kept, it would be quadratic.
+    Those in `alike` are had bit for bit; `last` ones, and what is made of them, are not done forward. What is
+    not computed `forward` has to be computed backward anyway, but for what is discontinuous. A node with a `price` is
+    there in some way already: an input, an output that the caller gets. What grows with the steps is made again,
+    whatever it costs: kept, it would be quadratic.
     """
     uses = [n for n in uses if n in moving]
     again = _done_again(order, moving, forward, alike)
+    behind = depends_on(order, last) & again
     wanted = needed_for(uses, moving - again) & moving
     place = {n: 2 + 2 * i for i, n in enumerate(n for n in order if n in wanted)}
     edges = _Edges(2 + 2 * len(place))
     for n, i in place.items():
-        edges.add(i, i + 1, price.get(n, _price(n)))
+        edges.add(i, i + 1, _FOREVER if n in behind else price.get(n, _price(n)))
         given = [a for a in n.all_input_nodes if a in place]
         if n not in again or not given:
             edges.add(0, i, _FOREVER)
@@ -73,6 +78,11 @@ def _done_again(
     for n in order:
         if n not in moving:
             continue
+        if (
+            is_part(n) and (whole := n.all_input_nodes[0]) in moving and whole not in again
+        ):  # that one is done forward alone, so this is kept
+            same.add(n)
+            continue
         alike = all(a in same for a in n.all_input_nodes if a in moving)
         if _again(n) or n not in forward or meets_growing(n):
             jumps = is_discontinuous(n) and not (meets_growing(n) and asks_for_infinity(n))
@@ -86,7 +96,9 @@ def _done_again(
                 same.add(n)  # kept
                 continue
             again.add(n)
-            if n.op != "placeholder" and not (alike and (is_exact(n) or (grows(n) and is_pointwise(n)))):
+            if n.op != "placeholder" and not (
+                alike and (is_exact(n) or is_opaque(n) or (grows(n) and is_pointwise(n)))
+            ):
                 continue
         same.add(n)
     return again

@@ -68,7 +68,8 @@ class AutogradCalls:
     def __call__(self, ctx: Any) -> None:
         """A Function is called; its forward comes next."""
         with unseen():
-            if torch.is_grad_enabled() and transforms.maybe_level() is None:
+            registered = functions.is_registered(ctx)  # an operation like torch's own: autograd knows its gradient
+            if not registered and torch.is_grad_enabled() and transforms.maybe_level() is None:
                 _CallOfFunction(self, ctx)
 
     def end(self) -> None:

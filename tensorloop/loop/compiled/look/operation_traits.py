@@ -98,7 +98,8 @@ def traits_of(func: Any) -> OperationTraits:
 
 def is_torchs_own(func: Any, args: Sequence[Any]) -> bool:
     """Whether torch itself runs this in another grad mode: autograd does, and so did torch.utils.checkpoint to 2.12."""
-    return func is _aten.detach.default or (func is _aten.empty.memory_format and list(args[0]) == [0])
+    registered = func.namespace not in _TORCHS  # the registry runs it so, as autograd's formulas do torch's
+    return registered or func is _aten.detach.default or (func is _aten.empty.memory_format and list(args[0]) == [0])
 
 
 def mask_of(x: Tensor, indices: Sequence[Any], value: Tensor, accumulate: bool = False) -> Tensor | None:

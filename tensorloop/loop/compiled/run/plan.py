@@ -222,14 +222,16 @@ class Plan:
         uses += [g for g in t.found.nodes if g in moving]
         forward = with_parts(needed_for([*s.next_carry, *s.outs]))
         # Of an operation that nobody knows, the gradient may jump too: that of a table read between its places does.
-        alike = {a for n in needed if is_opaque(n) for a in n.all_input_nodes}
+        opaque = [n for n in needed_for([*needed, *uses]) if is_opaque(n)]
+        late = [n for n in opaque if n not in linear and n not in forward]  # backward alone: there it may fail
+        alike = {a for n in opaque if n in needed or n in late for a in n.all_input_nodes}
         price = dict.fromkeys(s.sequences, 1) | dict.fromkeys(s.outs, 2) | dict.fromkeys(self.versions, 1)
         pairs = [(c, new) for c, new in zip(s.carry, s.next_carry, strict=True) if new not in s.carry and not grows(c)]
         price |= {c: 3 for c, new in pairs if new in s.outs}
-        first = set(kept(order, moving, forward, uses, price, alike))
+        first = set(kept(order, moving, forward, uses, price, alike, late))
         # States before the steps and after them are one memory: who keeps the ones has the others.
         price |= {n: 3 for pair in pairs for n in pair if first & {*pair}}
-        return kept(order, moving, forward, uses, price, alike)
+        return kept(order, moving, forward, uses, price, alike, late)
 
     def bytes_a_step(self) -> int:
         """What a backward keeps of each step, beside sequences and outs, which are there anyway."""
