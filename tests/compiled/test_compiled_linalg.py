@@ -26,7 +26,7 @@ def both(loop: Callable[[Compile], Any], leaves: list[Tensor], *, second: bool =
         outs = [x for x in loop(compile) if x.is_floating_point()]
         loss = sum(((x * x.detach().cos()).sum() for x in outs), torch.zeros((), dtype=outs[0].dtype))
         grads = torch.autograd.grad(loss, leaves, create_graph=second)
-        more = torch.autograd.grad(sum((g * g).sum() for g in grads), leaves) if second else ()
+        more = torch.autograd.grad(torch.stack([(g * g).sum() for g in grads]).sum(), leaves) if second else ()
         found.append([*outs, *grads, *more])
     for mine, theirs in zip(*found, strict=True):
         torch.testing.assert_close(mine, theirs, rtol=off, atol=off)
@@ -152,7 +152,7 @@ def test_a_loop_that_never_ends_but_by_an_error_ends() -> None:
         return state[0] - 0.3 * torch.eye(2), state[1] + linalg.cholesky(state[0]).sum()
 
     for compile in ("strict", False):
-        with pytest.raises(linalg.LinAlgError, match="order 1") as caught:
+        with pytest.raises(RuntimeError, match="order 1") as caught:
             tl.while_loop(lambda c: ~(c[1] < 0), body, (torch.eye(2), torch.zeros(())), compile=compile)
         assert caught.value.__notes__ == ["raised in step 4 of while_loop"]
 
@@ -226,7 +226,7 @@ def test_numbers_that_are_none_or_very_large(name: str, bad: float) -> None:
     def outcome(compile: Compile) -> Tensor | str:
         try:
             return tl.scan(body, torch.zeros(()), a[None], compile=compile)[1]
-        except linalg.LinAlgError as error:
+        except RuntimeError as error:
             return str(error)
 
     mine, theirs = outcome("strict"), outcome(False)

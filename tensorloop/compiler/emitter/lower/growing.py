@@ -16,7 +16,17 @@ from torch import fx
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast, dense
 from tensorloop.compiler.emitter.ir.code import Code, Index
-from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.ir.kernels import (
+    CallOut,
+    Gather,
+    Kernel,
+    Matmul,
+    Matrix,
+    Point,
+    Reduce,
+    Running,
+    Scatter,
+)
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.lengths import Length, Size, grows, versions
 from tensorloop.compiler.operations import aten, is_view
@@ -66,7 +76,7 @@ def ordered(kernel: Kernel) -> Kernel:
         return kernel
     if isinstance(kernel, Scatter) and not grows(kernel.source.shape):  # walks its source; `out` is only written to
         return kernel
-    if isinstance(kernel, Matmul | Running | Scatter):
+    if isinstance(kernel, Matmul | Running | Scatter | CallOut | Matrix):
         raise Unsupported(f"{type(kernel).__name__} over a size that changes from step to step")
     if not grows(kernel.space):
         return kernel

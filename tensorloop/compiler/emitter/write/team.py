@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
@@ -120,7 +120,7 @@ class Planner:
         )
 
     def _usable(self, unit: Unit) -> Iterator[DimShare]:
-        if isinstance(unit, Matrix):  # there is one place to work in
+        if isinstance(unit, Matrix | CallOut):  # there is one place to work in
             return
         for dim, size in enumerate(_space(unit)):
             if isinstance(unit, WalkGroup):
@@ -171,6 +171,7 @@ def _grows(unit: Unit) -> bool:
 
 def _space(unit: Unit) -> tuple[int, ...]:
     """The sizes that a unit's loops walk."""
+    assert not isinstance(unit, CallOut)
     if isinstance(unit, WalkGroup | Matrix):
         return unit.space
     if isinstance(unit, Matmul):
