@@ -400,3 +400,18 @@ def test_a_copy_made_in_a_step_does_not_see_what_is_written_after(k: int | None)
         expected = body(i, expected) + sum(a * b for a, b in zip(before, rows, strict=True))
     assert_equal((x, array.stack()), (expected, torch.stack(rows)))
     assert_equal(body.grads(x + array.stack().sum(0)), body.grads(expected + sum(rows)))
+
+
+def test_a_body_that_writes_to_its_slice_finds_it_as_it_was_whenever_its_step_is_run_again() -> None:
+    xs, h0 = torch.arange(20.0, dtype=torch.float64), torch.ones(1, dtype=torch.float64, requires_grad=True)
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        with torch.no_grad():
+            x += 1
+        return torch.sin(h * x), x
+
+    found = [tl.scan(body, h0, xs.clone(), checkpoints=k) for k in (None, 2, 20)]
+    grads = [torch.autograd.grad(h.sum(), h0)[0] for h, _ in found]
+    assert torch.equal(found[1][1], xs + 1)
+    for (h, ys), g in zip(found, grads, strict=True):
+        torch.testing.assert_close((h, ys, g), (*found[0], grads[0]))

@@ -55,6 +55,7 @@ class Replay:
                 yield
         finally:
             here.replays -= 1
+            self.steps.let_go()
             self.steps.loop.departed_rows = []
             if now is not None:
                 now.restore({}, now.cuda)

@@ -7,6 +7,8 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.scope import here
+from tensorloop._torch import transforms
+from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.ambient_state import AmbientState
 from tensorloop.loop.checkpoint.array_versions import close_version
 from tensorloop.loop.checkpoint.captures import Captures
@@ -14,8 +16,11 @@ from tensorloop.loop.checkpoint.fingerprints import Checked
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
+from tensorloop.loop.slices import Slices
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
+
+TOGETHER = 16  # slices of xs that are copied at a time: a replay may want one of them, and has room for few
 
 
 class Steps:
@@ -37,6 +42,7 @@ class Steps:
         self.xs: list[tuple[Tensor | None, int]] = []
         if loop.slices is not None:
             self.xs = [(of(x), dim) for x, dim in loop.slices.tensors]
+        self._copies: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by leaf of xs and their place: slices
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures) if check else None
         self.follow(self.loop)
@@ -58,9 +64,30 @@ class Steps:
             if x is None:
                 out.append(self.number(k, t))
             else:
-                row = slices.part(x.detach(), dim, t)
-                out.append(row.requires_grad_() if x.requires_grad else row.clone())
+                out.append(slices.part(x.detach(), dim, t).requires_grad_() if x.requires_grad else self._copy(k, t))
         return out
+
+    def _copy(self, k: int, t: int) -> Tensor:
+        """A slice that the body may change: neighbours are copied together, in one launch."""
+        slices, (x, dim) = self.loop.slices, self.xs[k]
+        assert slices is not None
+        assert x is not None
+        ragged = type(slices).part is not Slices.part
+        if ragged or not x.is_contiguous() or transforms.maybe_level() is not None or x.is_inference():
+            return slices.part(x.detach(), dim, t).clone()
+        number, place = divmod(slices.index(t), TOGETHER)
+        rows = self._copies.get((k, number))
+        if rows is None or read_version(rows[place]):  # changed where the step was run before
+            part = x.detach().narrow(dim, number * TOGETHER, min(TOGETHER, x.shape[dim] - number * TOGETHER))
+            self._copies = {key: kept for key, kept in self._copies.items() if key[0] != k}
+            copy = part.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
+            # Each with a version of its own, and no view of the others to autograd.
+            rows = self._copies[k, number] = tuple(row.data for row in copy.unbind())
+        return rows[place]
+
+    def let_go(self) -> None:
+        """Drops the copies of slices, when no step follows for now."""
+        self._copies = {}
 
     def number(self, k: int, t: int) -> int | None:
         """What step t gets of a leaf of xs that is no tensor."""

@@ -68,6 +68,7 @@ class Sweep:
             _leaving.warn(self.steps.name, self.constants.code, leaving)
         finally:
             self.conditions.given = (None, None)
+            self.steps.let_go()
             captures.end_sweep()
         self.constants.settle()
         self.draws = captures.rng_state().differs(start)
