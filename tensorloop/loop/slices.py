@@ -20,6 +20,7 @@ from tensorloop.tensor_array.internals import length_of
 
 # Slices without gradient are copied, so that a body may change them; this many at a time, as one operation.
 CHUNK = 64
+TOGETHER = 16  # and where a replay may want but one of them, and has room for few
 
 
 class Slices:
@@ -81,6 +82,23 @@ class Slices:
             else:
                 out.append(rows[i] if rows is not None else self._copied(k, i))
         return out
+
+    def place_together(self, x: Tensor, t: int) -> tuple[int, int] | None:
+        """Among which of the slices of x that are copied together that of step t is, and where; None where none are."""
+        if type(self).part is not Slices.part or not x.is_contiguous():
+            return None
+        if transforms.maybe_level() is not None or x.is_inference():
+            return None
+        return divmod(self.index(t), TOGETHER)
+
+    def copied_together(self, x: Tensor, dim: int, number: int) -> tuple[Tensor, ...]:
+        """Copies of slices that lie behind one another, made at once.
+
+        Each has a version of its own, and is no view to autograd; a body may change it.
+        """
+        start = number * TOGETHER
+        part = x.detach().narrow(dim, start, min(TOGETHER, x.shape[dim] - start)).movedim(dim, 0)
+        return tuple(row.data for row in part.clone(memory_format=torch.contiguous_format).unbind())
 
     def number(self, k: int, t: int) -> int | None:
         """What step t gets of leaf k, which is no tensor: a number of a range, or None."""

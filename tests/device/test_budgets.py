@@ -36,8 +36,8 @@ class Budget(NamedTuple):
 BUDGETS: dict[str, Budget] = {
     "python_loop": Budget(8, 0, 13, 0, 0),
     "scan": Budget(9, 0, 14, 0, 0),
-    "scan_checkpointed": Budget(30.44, 0, -72.5, 0, 10),
-    "scan_offloaded": Budget(23.25, 0, -22, 0, 14),
+    "scan_checkpointed": Budget(25, 0, -52, 0, 10),
+    "scan_offloaded": Budget(19.75, 0, -12, 0, 14),
     "scan_until": Budget(11, 1, 14, 0, 0),
     "scan_until_rows": Budget(13, 1, 27, -1, 0),
     "while_loop": Budget(8, 1, 10, 1, 0),

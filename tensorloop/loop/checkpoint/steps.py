@@ -7,7 +7,6 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.scope import here
-from tensorloop._torch import transforms
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.ambient_state import AmbientState
 from tensorloop.loop.checkpoint.array_versions import close_version
@@ -16,11 +15,8 @@ from tensorloop.loop.checkpoint.fingerprints import Checked
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.slices import Slices
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
-
-TOGETHER = 16  # slices of xs that are copied at a time: a replay may want one of them, and has room for few
 
 
 class Steps:
@@ -72,17 +68,13 @@ class Steps:
         slices, (x, dim) = self.loop.slices, self.xs[k]
         assert slices is not None
         assert x is not None
-        ragged = type(slices).part is not Slices.part
-        if ragged or not x.is_contiguous() or transforms.maybe_level() is not None or x.is_inference():
+        if (found := slices.place_together(x, t)) is None:
             return slices.part(x.detach(), dim, t).clone()
-        number, place = divmod(slices.index(t), TOGETHER)
+        number, place = found
         rows = self._copies.get((k, number))
         if rows is None or read_version(rows[place]):  # changed where the step was run before
-            part = x.detach().narrow(dim, number * TOGETHER, min(TOGETHER, x.shape[dim] - number * TOGETHER))
             self._copies = {key: kept for key, kept in self._copies.items() if key[0] != k}
-            copy = part.movedim(dim, 0).clone(memory_format=torch.contiguous_format)
-            # Each with a version of its own, and no view of the others to autograd.
-            rows = self._copies[k, number] = tuple(row.data for row in copy.unbind())
+            rows = self._copies[k, number] = slices.copied_together(x, dim, number)
         return rows[place]
 
     def let_go(self) -> None:
