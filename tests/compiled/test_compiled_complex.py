@@ -179,3 +179,14 @@ def test_float32_and_no_gradients():
 def test_an_operation_without_a_form_in_real_numbers_is_torchs_own():
     last, _ = tl.scan(lambda h, x: (torch.fft.fft(h), None), numbers(N), None, 2, compile="strict")
     torch.testing.assert_close(last, torch.fft.fft(torch.fft.fft(numbers(N))))
+
+
+def test_a_norm_of_everything_that_keeps_its_dims():
+    def run(compile: Any) -> list[Tensor]:
+        norm = torch.linalg.vector_norm
+        last, ys = tl.scan(
+            lambda h, x: (unit(h + x), norm(h, keepdim=True)), UNITARY, numbers(T, N, N), compile=compile
+        )
+        return [last, ys]
+
+    check_equal(run("strict"), run(False), 1e-9)

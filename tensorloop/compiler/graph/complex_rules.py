@@ -202,7 +202,9 @@ def _equal(a: Any, b: Any) -> Tensor:
 
 
 def _norm(x: Pair, p: Any = 2, dim: Any = None, keep: bool = False, *, dtype: Any = None) -> Tensor:
-    return torch.linalg.vector_norm(torch.stack([x.re, x.im]) if p == 2 and dim is None else _abs(x), p, dim, keep)
+    return torch.linalg.vector_norm(
+        torch.stack([x.re, x.im]) if p == 2 and dim is None and not keep else _abs(x), p, dim, keep
+    )
 
 
 def _begin(values: Sequence[Any], inputs: Sequence[Any], *rest: Any) -> list[Any]:
