@@ -68,7 +68,7 @@ def permute(m: Matrices) -> None:
             x.put(maths.where(hit, here, there), j)
             return [maths.where(hit, there, here)]
 
-        (last,) = m.fold(code.add(i, 1), n, [x.get(i)], one)
+        (last,) = m.fold(0, n, [x.get(i)], one)  # pivots of others may name an earlier one
         x.put(last, i)
 
     m.each(0, count, exchange)
