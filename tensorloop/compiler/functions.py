@@ -35,7 +35,7 @@ BEGIN = _mark(
 COMING = _mark("coming(Tensor result, int function) -> Tensor", lambda result, function: torch.ones_like(result))
 END = _mark(
     "end(Tensor[] inputs, Tensor[] comings, Tensor?[] found, int function, bool once, bool linear) -> Tensor",
-    lambda inputs, comings, found, function, once, linear: torch.zeros(()),
+    lambda inputs, comings, found, function, once, linear: inputs[0].new_zeros(()),
 )
 # A gradient that a user's backward gives: it is there if one of those that came is there, whatever is done with them.
 FLOW = _mark("flow(Tensor gradient, Tensor[] comings) -> Tensor", lambda gradient, comings: gradient.clone())

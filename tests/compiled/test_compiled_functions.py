@@ -415,3 +415,13 @@ def test_a_wrong_backward_raises_what_the_eager_loop_raises(name: str):
             run(REFUSED[name][0], compile)
         errors.append((type(raised.value), str(raised.value)))
     assert errors[0] == errors[1]
+
+
+def test_beside_a_tensor_array_it_is_refused_by_name():
+    def body(state: Any, x: Tensor) -> Any:
+        h, array = state
+        h = torch.sin(fire(h) + x * W)
+        return (h, array.append(h)), h
+
+    with pytest.raises(RuntimeError, match="a custom Function meets a TensorArray in the carry"):
+        tl.scan(body, (XS[0], tl.TensorArray()), XS, compile="strict")

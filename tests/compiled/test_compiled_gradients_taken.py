@@ -211,3 +211,17 @@ def test_a_tensor_without_a_gradient_raises_as_in_the_eager_loop():
     for compile in (True, False):
         with pytest.raises(RuntimeError, match="does not require grad"):
             tl.scan(lambda h, x: (h - grad((h * h).sum(), h)[0], x), XS[0], XS, compile=compile)
+
+
+def test_beside_a_tensor_array():
+    def of(compile: Any) -> list[Tensor]:
+        def body(state: Any, x: Tensor) -> Any:
+            h, array = state
+            z = h.detach().requires_grad_()
+            h = torch.sin(h + x * W + grad((z.sin() * x).sum(), z, create_graph=True)[0])
+            return (h, array.append(h)), None
+
+        (_, array), _ = tl.scan(body, (XS[0], tl.TensorArray()), XS, compile=compile)
+        return [array.stack(), *torch.autograd.grad(array.stack().sum(), W)]
+
+    torch.testing.assert_close(of("strict"), of(False))

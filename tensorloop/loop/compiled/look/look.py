@@ -90,9 +90,7 @@ def look(loop: Loop, first: Tensor | None, undo: Callable[[], object]) -> Look:
             return _recognize(frame, undo) or look_closely(frame)
         except NeedsGradients:
             undo()
-            if len(_differentiating) >= MOST_PATHS:
-                _differentiating.clear()
-            _differentiating.add(frame.root)
+            _need_gradients(frame)
         except Counts as counts:
             undo()
             loop.counters = counts.found
@@ -129,11 +127,20 @@ def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
 def look_closely(frame: Frame) -> Look:
     """Runs the step and writes it down, with its calls where these tell everything."""
     calls_tell = not is_numbered(frame.loop) and not frame.arrays.places
-    noted = record(frame, learns=calls_tell and not (known_calls.cannot_tell(frame.root) or modes()))
+    noted = _record(frame, learns=calls_tell and not (known_calls.cannot_tell(frame.root) or modes()))
     return Look(frame, noted.key(), noted.captures, noted.results, noted.log.draws, noted)
 
 
-def record(
+def record(frame: Frame, **options: Any) -> Record:
+    """Runs a step and writes it down, as `_record` says, also one that shows only now what it needs."""
+    try:
+        return _record(frame, **options)
+    except NeedsGradients:  # what is known of a loop with longer arrays, say, is not what was known of the first look
+        _need_gradients(frame)
+        return _record(frame, **options)
+
+
+def _record(
     frame: Frame,
     *,
     lines: bool = False,
@@ -159,15 +166,15 @@ def record(
             for x in (*carry, *row):
                 change(x)
             before = [x.clone() for x in (*carry, *row)]
-        live = live and torch.is_grad_enabled() and (lines or _is_differentiating(frame))
-        if live:
+        may, live = live and torch.is_grad_enabled(), live and (lines or _is_differentiating(frame))
+        if may and live:
             left = iter(flags or (True,) * (len(carry) + len(row)))
             carry, row = ([_live(x) if next(left) else x for x in xs] for xs in (carry, row))
         given = [*carry, *row]
         trail = CallTrail(given) if learns else None
         log = OperationLog(given, lines=lines, trail=trail)
         log.values = values = _values_of(frame)
-        calls = AutogradCalls(log, log.watch, live=live or not torch.is_grad_enabled(), checks=checks)
+        calls = AutogradCalls(log, log.watch, live=live or not may, checks=checks)
         log.watch.autograd = calls
         log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
         try:
@@ -192,6 +199,12 @@ def record(
     trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, log.writes, values.answers)
     captures = list(log.captures.values())
     return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail, values)
+
+
+def _need_gradients(frame: Frame) -> None:
+    if len(_differentiating) >= MOST_PATHS:
+        _differentiating.clear()
+    _differentiating.add(frame.root)
 
 
 def _is_differentiating(frame: Frame) -> bool:
