@@ -222,6 +222,11 @@ def test_an_error_of_the_body_is_the_eager_loops(compile: Any):
     assert met.value.__notes__ == ["raised in step 0 of scan"]
 
 
+def differentiates(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    (g,) = torch.autograd.grad((h * x).square().sum(), h, create_graph=True)
+    return h - 0.1 * g, None
+
+
 def differentiates_backward(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
     w = h.detach().requires_grad_()
     torch.autograd.backward([(w * x).square().sum()])
@@ -252,6 +257,7 @@ def test_the_cure_for_gradients_compiles():
         return [out.detach(), *torch.autograd.grad(out.sum(), w)]
 
     torch.testing.assert_close(run(step, "strict"), run(differentiates, False))
+    torch.testing.assert_close(run(differentiates, "strict"), run(differentiates, False))
 
 
 # -- memory tools measure the loop that runs
