@@ -257,11 +257,13 @@ def _nearer(x: Tensor, y: Tensor, exact: Tensor, shaken: Tensor) -> bool:
     x, y, exact, shaken = (_real(z.detach()) for z in (x, y, exact, shaken))
     if not y.is_floating_point() or not y.numel():
         return torch.equal(x, y)
-    there = exact.isfinite() & (exact.abs() <= torch.finfo(y.dtype).max)  # torch's own may be infinite before
+    limit = torch.finfo(y.dtype).max
+    there = exact.isfinite() & (exact.abs() <= limit)  # torch's own may be infinite before
     x, y, exact, shaken = (z.double() for z in (x, y, exact, shaken))
-    if bool(((x.isfinite() != y.isfinite()) & (x.isfinite() != there)).any()):
+    beyond = exact.abs() > limit
+    if bool(((x.isfinite() != y.isfinite()) & (x.isfinite() != there) & ~beyond).any()):
         return False
-    finite = x.isfinite() & y.isfinite() & exact.isfinite() & shaken.isfinite()
+    finite = x.isfinite() & y.isfinite() & exact.isfinite() & shaken.isfinite() & ~beyond
     off, eager, turned, size = (
         float(torch.cat([z[finite], x.new_zeros(1)]).abs().max()) for z in (x - exact, y - exact, shaken - y, exact)
     )

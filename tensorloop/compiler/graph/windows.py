@@ -189,7 +189,7 @@ def _stretches(rank: int) -> Callable[..., Tensor]:
     """The gradient of images made larger or smaller, each number from the two that it lies between along each dim."""
 
     def run(grad: Tensor, sizes: Sequence[int], before: Sequence[int], corners: bool, *scales: float | None) -> Tensor:
-        for dim, scale in zip(range(-rank, 0), scales, strict=True):
+        for dim, scale in zip(range(-rank, 0), (*scales, *[None] * (rank - len(scales))), strict=True):
             after, size = sizes[dim], before[dim]
             at = torch.arange(after, dtype=torch.float64)
             if corners:
