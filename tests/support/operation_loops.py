@@ -254,13 +254,15 @@ def _shaken(x: Tensor) -> Tensor:
 def _nearer(x: Tensor, y: Tensor, exact: Tensor, shaken: Tensor) -> bool:
     if _unlike(x, y) or x.shape != exact.shape:
         return False
+    # of a complex number that is infinite the other part is NaN or not, as it is multiplied
+    odd = torch.stack([~torch.isfinite(y)] * 2, -1) if y.is_complex() else torch.tensor(False)
     x, y, exact, shaken = (_real(z.detach()) for z in (x, y, exact, shaken))
     if not y.is_floating_point() or not y.numel():
         return torch.equal(x, y)
     limit = torch.finfo(y.dtype).max
     there = exact.isfinite() & (exact.abs() <= limit)  # torch's own may be infinite before
     x, y, exact, shaken = (z.double() for z in (x, y, exact, shaken))
-    beyond = exact.abs() > limit
+    beyond = odd | (exact.abs() > limit)
     if bool(((x.isfinite() != y.isfinite()) & (x.isfinite() != there) & ~beyond).any()):
         return False
     finite = x.isfinite() & y.isfinite() & exact.isfinite() & shaken.isfinite() & ~beyond

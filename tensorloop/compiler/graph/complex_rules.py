@@ -412,7 +412,7 @@ _NAMED: dict[str, Callable[..., Any]] = {
     "linalg_vector_norm": _norm,
     "_to_copy": _to_copy,
     "copy": lambda x, source, *_: _pair(source),
-    "fill": lambda x, value: _sum(_like(0)(x), value),
+    "fill": lambda x, value: Pair(*(torch.fill(*parts) for parts in zip(x, _pair(value), strict=True))),
     "constant_pad_nd": lambda x, pad, value=0: Pair(
         aten.constant_pad_nd.default(x.re, pad, value.real), aten.constant_pad_nd.default(x.im, pad, value.imag)
     ),

@@ -68,9 +68,11 @@ def _along(re: Tensor, im: Tensor | None, way: int) -> Parts | None:
         return None
     rest = n // first
     # element rest * i + j, frequency k + first * l: over i, turned by j k, over j
-    re, im = (None if x is None else x.unflatten(-1, (first, rest)).transpose(-1, -2) for x in (re, im))
-    assert re is not None
-    found = _along(re, im, way)
+
+    def apart(x: Tensor) -> Tensor:
+        return x.unflatten(-1, (first, rest)).transpose(-1, -2)
+
+    found = _along(apart(re), None if im is None else apart(im), way)
     assert found is not None
     turns = torch.arange(rest).unsqueeze(1) * torch.arange(first)
     re, im = _turned(*found, *_circle(turns, n, way, re.dtype), product=False)
