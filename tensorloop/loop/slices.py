@@ -83,12 +83,13 @@ class Slices:
                 out.append(rows[i] if rows is not None else self._copied(k, i))
         return out
 
-    def place_together(self, x: Tensor, t: int) -> tuple[int, int] | None:
-        """Among which of the slices of x that are copied together that of step t is, and where; None where none are."""
-        if type(self).part is not Slices.part or not x.is_contiguous():
-            return None
-        if transforms.maybe_level() is not None or x.is_inference():
-            return None
+    def are_copied_together(self, x: Tensor) -> bool:
+        """Whether replays get the slices of x from copies of several: not on the CPU, where a launch costs little."""
+        alike = x.device.type != "cpu" and type(self).part is Slices.part and x.is_contiguous()
+        return alike and transforms.maybe_level() is None and not x.is_inference()
+
+    def place_together(self, t: int) -> tuple[int, int]:
+        """Among which of such slices that of step t is, and where."""
         return divmod(self.index(t), TOGETHER)
 
     def copied_together(self, x: Tensor, dim: int, number: int) -> tuple[Tensor, ...]:

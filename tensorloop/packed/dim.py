@@ -63,6 +63,8 @@ class Dim(int):
         with lasting():
             own = _check_lengths(lens, check)
             self._take(name, own, _offsets_of(own))
+            if own.device.type == "cpu":  # where making them later costs more
+                self._cache |= {"lens": own.clone(), "offsets": self._offsets.clone()}
         if isinstance(lens, Dim):
             self._cache |= {k: v for k, v in lens._cache.items() if k in _HOST}
 

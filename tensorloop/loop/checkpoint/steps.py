@@ -38,6 +38,8 @@ class Steps:
         self.xs: list[tuple[Tensor | None, int]] = []
         if loop.slices is not None:
             self.xs = [(of(x), dim) for x, dim in loop.slices.tensors]
+            together = loop.slices.are_copied_together
+            self.together = [x is not None and not x.requires_grad and together(x) for x, _ in self.xs]
         self._copies: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by leaf of xs and their place: slices
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures) if check else None
@@ -59,8 +61,11 @@ class Steps:
         for k, (x, dim) in enumerate(self.xs):
             if x is None:
                 out.append(self.number(k, t))
+            elif self.together[k]:
+                out.append(self._copy(k, t))
             else:
-                out.append(slices.part(x.detach(), dim, t).requires_grad_() if x.requires_grad else self._copy(k, t))
+                row = slices.part(x.detach(), dim, t)
+                out.append(row.requires_grad_() if x.requires_grad else row.clone())
         return out
 
     def _copy(self, k: int, t: int) -> Tensor:
@@ -68,9 +73,7 @@ class Steps:
         slices, (x, dim) = self.loop.slices, self.xs[k]
         assert slices is not None
         assert x is not None
-        if (found := slices.place_together(x, t)) is None:
-            return slices.part(x.detach(), dim, t).clone()
-        number, place = found
+        number, place = slices.place_together(t)
         rows = self._copies.get((k, number))
         if rows is None or read_version(rows[place]):  # changed where the step was run before
             self._copies = {key: kept for key, kept in self._copies.items() if key[0] != k}
