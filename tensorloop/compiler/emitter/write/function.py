@@ -50,7 +50,7 @@ RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
-class Call:
+class PlacedCall:
     """An operation that torch does in a step, and where in scratch memory its operands begin."""
 
     kernel: CallOut
@@ -72,7 +72,7 @@ class LoopText:
     shared: int = 0  # operations of such a step that they share out, roughly
     checks: tuple[Check, ...] = ()  # of matrices, by number
     bounds: tuple[Length, ...] = ()  # of lengths, not below zero where each address is in its tensor
-    calls: tuple[Call, ...] = ()  # of torch, in the order of a step
+    calls: tuple[PlacedCall, ...] = ()  # of torch, in the order of a step
 
 
 class AddressTable(NamedTuple):
@@ -209,7 +209,7 @@ class LoopWriter:
         apart = tuple(n for n in range(len(step.sums)) if self._is_apart(n))
         barriers, shared = (0, 0) if self.team is None else (self.team.barriers, self.team.shared)
         module, held = "\n".join(parts) + "\n", tuple(self.bounds)
-        calls = tuple(Call(unit, self.offsets) for unit in self.units if isinstance(unit, CallOut))
+        calls = tuple(PlacedCall(unit, self.offsets) for unit in self.units if isinstance(unit, CallOut))
         first = module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared
         return LoopText(*first, self.checks, held, calls)
 

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 
 from tensorloop._torch.dispatch import entry
 from tensorloop.compiler.emitter.ir.kernels import Operand
-from tensorloop.compiler.emitter.write.function import Call
+from tensorloop.compiler.emitter.write.function import PlacedCall
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.verify import Broken
 
@@ -25,7 +25,7 @@ _ENTRY = ctypes.CFUNCTYPE(None)  # which takes the interpreter's lock, and lets 
 class CalledOperations:
     """One run's. `fixed` are the tensors of invariants and constants, by kind; scratch memory begins at `scratch`."""
 
-    def __init__(self, calls: Sequence[Call], scratch: int, fixed: dict[str, Sequence[Tensor]]) -> None:
+    def __init__(self, calls: Sequence[PlacedCall], scratch: int, fixed: dict[str, Sequence[Tensor]]) -> None:
         self.scratch = scratch
         self.error: BaseException | None = None  # what one raised
         self._each = [_ready(call, scratch, fixed) for call in calls]
@@ -59,7 +59,7 @@ class CalledOperations:
         yield
 
 
-def _ready(one: Call, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Callable[[], None]:
+def _ready(one: PlacedCall, scratch: int, fixed: dict[str, Sequence[Tensor]]) -> Callable[[], None]:
     """The operation on its tensors."""
     kernel = one.kernel
 
