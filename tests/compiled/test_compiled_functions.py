@@ -249,13 +249,19 @@ def test_a_backward_that_is_not_linear():
     def body(h: Tensor, x: Tensor) -> Any:
         return torch.sin(add(h) + x * W), give(h * W)
 
-    def of(compile: Any, which: str) -> list[Tensor]:
+    def of(compile: Any, which: str, body: Body = body) -> list[Tensor | None]:
         h = torch.linspace(-1, 1, 4, dtype=D).requires_grad_()
         last, ys = tl.scan(body, h, XS[:, 0], compile=compile)
-        return [*torch.autograd.grad({"last": last, "ys": ys, "both": last + ys}[which].sum(), (h, W))]
+        loss = {"last": last, "ys": ys, "both": last + ys}[which].sum()
+        return [*torch.autograd.grad(loss, (h, W), allow_unused=True)]
 
     for which in ("last", "ys", "both"):
         torch.testing.assert_close(of("strict", which), of(False, which))
+
+    def anew(h: Tensor, x: Tensor) -> Any:  # only the last step's is called
+        return torch.sin(add(h.detach() + x * W)), h.detach() * W
+
+    torch.testing.assert_close(of("strict", "both", anew), of(False, "both", anew))
     with pytest.raises(RuntimeError, match="not linear in the gradient that it gets; set compile=False"):
         run(body, "strict", second=True)
 

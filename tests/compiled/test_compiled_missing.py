@@ -106,6 +106,25 @@ def test_three_leaves_of_which_some_are_used():
             check_both(run, (steps > 1) * ONE, 3 * ONE, ONE, x, loss=loss)
 
 
+CUTS: dict[str, Callable[[Tensor, Tensor, Tensor], Any]] = {  # steps that make no gradient of the carry
+    "detached": lambda h, x, w: (torch.sqrt(x), h.detach() * w),
+    "begun anew": lambda h, x, w: ((torch.zeros_like(h) + x) / (x > 0), h.detach() + w),
+    "in a branch": lambda h, x, w: (torch.sqrt(x) if x > 0.4 else x * h.detach(), w),
+    "with a y of it": lambda h, x, w: (torch.sqrt(x * w.detach()), x),
+}
+
+
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}, {"reverse": True}], ids=str)
+@pytest.mark.parametrize("name", CUTS)
+def test_a_carry_that_the_next_step_makes_no_use_of(name: str, options: dict[str, Any]):
+    def run(compile: Any, h: Tensor, x: Tensor, w: Tensor) -> Any:
+        return tl.scan(lambda h, x: CUTS[name](h, x, w), h, x, compile=compile, **options)
+
+    x = torch.tensor([0.5, 0.0, 0.0, 0.25, 0.0, 1.0, 0.0, 1.0], dtype=D)[:, None]
+    for given in (x, x.flip(0)):
+        check_both(run, ONE, given, ONE, loss=lambda found: found[0].sum() + found[1].sum())
+
+
 def test_packed_xs():
     """What the last row to end gives in its last step is not used."""
 

@@ -28,9 +28,10 @@ class Coming(NamedTuple):
 class GradientSums:
     """The gradient of the carry between parts, and those of sequences and invariants, complete after the last part.
 
-    A carry whose gradient is missing is given zeros, and its part of a step is run all the same: that costs nothing
-    and gives the same, unless what zero is multiplied with is infinite or no number. Whether it was shows in the end
-    (`sound`). Then all is done again, `exact`: a step at a time without what is missing, as long as something is.
+    A carry whose gradient is missing, after the last step or because the step behind it makes no use of it, is given
+    zeros, and its part of a step is run all the same: that costs nothing and gives the same, unless what zero is
+    multiplied with is infinite or no number. Whether it was shows in the end (`sound`). Then all is done again,
+    `exact`: without what is missing, the steps one at a time until each is as the one behind it.
     """
 
     def __init__(self, plan: Plan, steps: int, coming: Coming, *, exact: bool = False) -> None:
@@ -56,7 +57,7 @@ class GradientSums:
         while left.start < left.stop:
             following = frozenset[int]()
             count = left.stop - left.start
-            if self.absent:
+            if self.exact:
                 following = self.plan.reached(self.missing).none
                 count = count if following == self.absent else 1
             cut = left.start + count if turned else left.stop - count
@@ -105,7 +106,7 @@ class GradientSums:
 
     def sound(self) -> bool:
         """Whether zeros for what is missing gave numbers alone; a sum shows it, if one is there that is none."""
-        if self.exact or not self.coming.missing.carry:
+        if self.exact or not (self.coming.missing.carry or self.plan.reached(self.missing).none):
             return True
         every = [*self.carry, *self.sequences.values(), *self.invariants.values()]
         return all(math.isfinite(x.sum(dtype=_WIDE.get(x.dtype)).item()) for x in every)
