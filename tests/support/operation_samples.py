@@ -29,6 +29,7 @@ _NO_ORDER_OF_TIES = {"kthvalue", "argsort", "sort", "topk"}  # torch promises no
 _ROUNDED = {"nn.functional.hardsigmoid": 1e-7, "nn.functional.celu": 1e-7}  # torch's gradients: a factor of 32 bits
 _CONTIGUOUS = {"native_group_norm"}  # what torch takes for granted, and does not check
 _CASTS = {"byte", "char", "short", "int", "long"}  # of what does not fit in
+_NO_SIGNS = {"linalg.eigh"}  # of eigenvectors, of which torch promises none
 _GRADIENTS_OF_THEIR_OWN = {"polar", "prod", "var", "std"}  # torch's, of zero and of infinite numbers
 OPERATIONS: dict[str, Any] = {
     f"{op.name}.{op.variant_test_name}" if op.variant_test_name else op.name: op
@@ -150,7 +151,8 @@ def _sample(op: Any, name: str, inputs: Sequence[Any]) -> Sample | None:
         for i, x in zip(places, tensors, strict=True):
             filled[i] = x
         first, args, kwargs = tree_unflatten(filled, tree)
-        return operation(first, *args, **kwargs)
+        found = operation(first, *args, **kwargs)
+        return (found[0], found[1].abs()) if op.name in _NO_SIGNS else found
 
     options = [
         type(x).__name__ if isinstance(x, (int, float)) else repr(x) for x in leaves if not isinstance(x, Tensor)
