@@ -100,7 +100,12 @@ class Dim(int):
 
     @property
     def offsets(self) -> Tensor:
-        """(B+1,) int64: where rows begin among the values, and the last one's end."""
+        """(B+1,) int64: where rows begin among the values, and the last one's end.
+
+        Example:
+            >>> tl.Dim("time", [2, 0, 3]).offsets
+            tensor([0, 2, 2, 5])
+        """
         return self._kept("offsets", lambda: self._offsets.clone())
 
     @property
@@ -120,15 +125,8 @@ class Dim(int):
             return self._offsets
         return self._kept("_host_offsets", lambda: _offsets_of(self._host_lens))
 
-    def derive(self, change: Callable[[Tensor], Tensor]) -> "Dim":
-        """Gives a dim of the same name and device with other lengths, worked out on the CPU if these are there.
-
-        Args:
-            change: makes the new lengths of a (B,) tensor of the old ones.
-
-        Returns:
-            A `Dim`.
-        """
+    def _derive(self, change: Callable[[Tensor], Tensor]) -> "Dim":
+        """A dim of the same name and device, of what `change` makes of these lengths: on the CPU if they are there."""
         return Dim(self.name, change(self._host_lens if self._on_host else self._lens)).to(self.device)
 
     @property

@@ -113,7 +113,7 @@ def _index_row(p: Packed, b: int, times: Any, features: tuple[Any, ...]) -> Tens
 def slice_rows(p: Packed, a: int, b: int) -> Packed:
     """Rows a to b: a view."""
     start, end = (int(p._dim._host_offsets[i]) for i in (a, max(a, b)))
-    return p._with(p.values[start:end], p._dim.derive(lambda lens: lens[a:b]))
+    return p._with(p.values[start:end], p._dim._derive(lambda lens: lens[a:b]))
 
 
 def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
@@ -157,7 +157,7 @@ def select_rows(p: Packed, rows: Tensor, permutation: bool = False) -> Packed:
     known = rows.cpu() if p._dim._on_host else rows  # else the sum of their lengths is waited for, once as well
     if known.device.type == "cpu":
         lens = p._dim._host_lens
-        dim = p._dim.derive(lambda _: lens.index_select(0, known))
+        dim = p._dim._derive(lambda _: lens.index_select(0, known))
         rows = upload(known, offsets.device) if rows is known else rows
     else:
         dim = Dim(p._dim.name, p._dim._lens.index_select(0, rows))
@@ -231,7 +231,7 @@ def crop(p: Packed, times: slice) -> Packed:
 
     start = bound(times.start, torch.zeros_like(lens))
     size = (bound(times.stop, lens) - start + step - 1).clamp(min=0) // step
-    dim = p._dim.derive(lambda _: size)
+    dim = p._dim._derive(lambda _: size)
     begins = upload(p._dim._host_offsets[:-1] + start, dim.device)
     index = begins.index_select(0, dim._row_ids) + dim._positions * step
     return p._with(segments.gather(p.values, index, in_order=True), dim)

@@ -147,7 +147,7 @@ def _gap(span: int, stride: int, extra: int) -> int:
 def _find_transposed(dim: Dim, span: int, stride: int, padding: int, extra: int) -> tuple[Dim, Tensor]:
     """The rows of the result, and where their entries are in that of the buffer."""
     more = span - 2 * padding + extra
-    results = dim.derive(lambda lens: torch.where(lens > 0, ((lens - 1) * stride + more).clamp(min=0), 0))
+    results = dim._derive(lambda lens: torch.where(lens > 0, ((lens - 1) * stride + more).clamp(min=0), 0))
     gap = _gap(span, stride, extra)
     numbers = torch.arange(len(dim), device=dim.device)
     begins = (dim._offsets[:-1] + (numbers + 1) * gap) * stride + padding

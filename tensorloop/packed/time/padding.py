@@ -48,7 +48,7 @@ def pad_time(
     else:
         name = f"padded {before + behind}"
         more = before + behind
-        longer = dim._kept(name, lambda: dim.derive(lambda lens: torch.where(lens > 0, lens + more, 0)))
+        longer = dim._kept(name, lambda: dim._derive(lambda lens: torch.where(lens > 0, lens + more, 0)))
     if mode == "constant":
         places = (longer._offsets[:-1] + before).index_select(0, dim._row_ids) + dim._positions
         return p._with(segments.place(p.values, places, longer.total, value), longer)

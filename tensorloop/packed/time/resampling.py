@@ -70,7 +70,7 @@ def _find_results(dim: Dim, number: float, is_factor: bool) -> Dim:
             return (lens.to(torch.float64) * number).floor().to(torch.int64)  # of an empty row 0
         return torch.where(lens > 0, int(number), 0)
 
-    return dim.derive(change)
+    return dim._derive(change)
 
 
 def _find_nearest(dim: Dim, results: Dim, factor: float | None, shift: float, exact: torch.dtype) -> Tensor:

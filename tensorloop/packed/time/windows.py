@@ -114,14 +114,14 @@ def _find_results(dim: Dim, windows: Windows) -> Dim:
         origin, longer = dim._cache.get("lengthened", (None, 0))
         if origin is not None and longer == loss:
             return origin
-    return dim.derive(windows.number_in)
+    return dim._derive(windows.number_in)
 
 
 def lengthen(dim: Dim, n: int) -> Dim:
     """Every row `n` longer, empty ones too; windows that take as much off again find the way back."""
 
     def make() -> Dim:
-        longer = dim.derive(lambda lens: lens + n)
+        longer = dim._derive(lambda lens: lens + n)
         longer.claim(dim.total + n * len(dim), None)
         longer._cache["lengthened"] = dim, n
         return longer
