@@ -5,7 +5,7 @@ STAMP := .venv/installed
 SITE := .venv-site/bin/python
 SITE_STAMP := .venv-site/installed
 
-.PHONY: demo test test-all test-compiled test-guarded fuzz check format bench docs site package clean
+.PHONY: demo test test-all test-compiled test-device test-guarded fuzz check format bench docs site package clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
@@ -13,9 +13,11 @@ demo: $(STAMP)
 # A process for each core, four at most, of one thread each.
 PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
 
-# What is worth its time at every change: tests/conftest.py says what it leaves out.
+# What is worth its time at every change: tests/conftest.py says what it leaves out. On the pretended device that is what
+# holds the device itself, the budgets and how loops are replayed.
 test: $(STAMP)
 	$(PYTEST)
+	$(PYTEST) --device tests/device tests/checkpoint/test_replay.py
 
 test-all: $(STAMP)
 	$(PYTEST) --all
@@ -23,6 +25,11 @@ test-all: $(STAMP)
 # Every test of loops with compiled loops; `test` has some of them.
 test-compiled: $(STAMP)
 	$(PYTEST) --all --compiled tests/loop tests/checkpoint
+
+# Loops, arrays, packed tensors, attention and beam search on a pretended CUDA device, which g++ builds once.
+ON_DEVICE := device tensor_array loop checkpoint packed attention beam
+test-device: $(STAMP)
+	$(PYTEST) --device $(ON_DEVICE:%=tests/%)
 
 # The same and those of compiled loops, in a form that checks each address that a loop touches.
 test-guarded: $(STAMP)

@@ -7,6 +7,8 @@ run compiled all the same, and must fail: a mark that is needed no more is an er
 Without `--all` a run takes what is worth its time at every change: no test and no case that is marked `extended`, and
 of a test with three parameters or more as many cases as have every pair of values. What is named by its id always runs.
 
+With `--device` a pretended CUDA device is the default one: tests/device says what it is and which tests are not for it.
+
 With `--guarded` every compiled loop runs in a form that notices where it touches memory which is not its own.
 """
 
@@ -23,7 +25,7 @@ import torch
 
 import tensorloop as tl
 from tensorloop.compiler.targets.cpu import guarded
-from tests.device import pretended
+from tests.device import built, excluded, pretended
 
 # Machines of any speed run the same examples: no deadline, no random choice, nothing remembered between runs.
 hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=True, database=None, print_blob=True)
@@ -65,8 +67,12 @@ def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
     config.addinivalue_line("markers", _EXTENDED)
     if config.getoption("--device"):
+        if why := built.why_not():
+            pytest.exit(f"tests on a device are left out: {why}", returncode=0)
         pretended.start()
         torch.set_default_device("cuda")
+        # `torch.compile` imports more of torch where there is a device
+        config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
     if not config.getoption("--all"):
         hypothesis.settings.load_profile("few")
 
@@ -83,6 +89,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     if not config.getoption("--all") and not any("::" in arg for arg in config.args):
         leave_out_what_repeats(config, items)
     for item in items:
+        if config.getoption("--device") and (why := excluded.reason(item.nodeid)):
+            item.add_marker(pytest.mark.xfail(reason=why[0], strict=True, run=why[1]))
         if not (isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("loops")):
             continue
         for marker in item.iter_markers("eager_only"):

@@ -295,3 +295,12 @@ def test_a_body_writes_with_a_tensor_whose_elements_share_memory(w: Tensor, x: T
         return torch.tanh(part @ w + h)
 
     assert_same(run(body, w, x, k), run(body, w, x, None))
+
+
+def test_the_innermost_default_device_is_set_again() -> None:
+    w = torch.ones(2, device="cpu", requires_grad=True)
+    with torch.device("meta"), torch.device("cpu"):
+        out = tl.fori_loop(0, 3, lambda i, c: (c * w).cos() + torch.ones(2), torch.zeros(2), checkpoints=1)
+        out.sum().backward()
+    assert w.grad is not None
+    assert w.grad.device.type == "cpu"

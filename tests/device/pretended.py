@@ -179,25 +179,28 @@ def index_of(device: Any) -> torch.device:
 
 
 def replacements(watch: Watch) -> dict[str, Any]:
-    """What torch.cuda asks of its runtime, by name; the rest of torch.cuda is as it is."""
+    """What torch.cuda asks of its runtime, by name; the rest of torch.cuda is as it is.
+
+    Each is an object of its own: `torch.compile` tells functions apart by what they are.
+    """
     accelerator = torch.accelerator
     return {
         "_initialized": True,
         "is_available": lambda: True,
         "device_count": lambda: DEVICES,
         "default_generators": tuple(torch.Generator(f"cuda:{i}") for i in range(DEVICES)),
-        "current_device": accelerator.current_device_index,
-        "set_device": accelerator.set_device_index,
+        "current_device": lambda: accelerator.current_device_index(),
+        "set_device": lambda device: accelerator.set_device_index(device),
         "_exchange_device": torch._C._accelerator_exchangeDevice,
         "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
         "Stream": Stream,
         "Event": Event,
-        "current_stream": accelerator.current_stream,
+        "current_stream": lambda device=None: accelerator.current_stream(device),
         "default_stream": lambda device=None: torch.Stream(
             stream_id=0, device_index=index_of(device).index, device_type=1
         ),
-        "set_stream": accelerator.set_stream,
-        "synchronize": accelerator.synchronize,
+        "set_stream": lambda stream: accelerator.set_stream(stream),
+        "synchronize": lambda device=None: accelerator.synchronize(device),
         "is_current_stream_capturing": lambda: False,
         "set_sync_debug_mode": watch.set_mode,
         "get_sync_debug_mode": lambda: watch.mode,

@@ -1,6 +1,7 @@
 """The pretended device is one: where tensors are, what is refused, which generator draws, what is counted."""
 
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -8,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.device import pretended
+from tests.device import excluded, pretended
 
 
 def on(device: str, *size: int) -> Tensor:
@@ -207,3 +208,19 @@ def test_cells_are_one_kernel_and_right(kind: str, bias: bool) -> None:
     with pretended.counted() as counts:
         torch.testing.assert_close(gradients(x.detach().cuda().requires_grad_()), expected)
     assert sum(n for name, n in counts.operations.items() if "fused" in name) == (10 if "Cell" not in kind else 2)
+
+
+def test_what_is_excluded_exists() -> None:
+    tests = Path(__file__).parents[1]
+    names = [name for table in (excluded.EXCLUDED, excluded.NOT_RUN) for names in table.values() for name in names]
+    for name in names:
+        file, _, test = name.partition("[")[0].partition("::")
+        assert f"def {test}" in (tests / file).read_text(), name
+
+
+def test_a_test_is_excluded_by_its_name_and_case() -> None:
+    test = "tests/loop/test_loop_errors.py::test_a_body_that_returns_no_pair"
+    assert excluded.reason(f"{test}[eager-tensor-all]") == (excluded.TEXT, True)
+    assert excluded.reason(f"{test}[eager-None-all]") is None
+    assert excluded.reason(f"{test}_more[eager-tensor-all]") is None
+    assert excluded.reason("tests/packed/test_packed_compile.py::test_any[1]") == (excluded.GRAPHS, False)

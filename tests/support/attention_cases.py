@@ -33,7 +33,7 @@ def documents(b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
 
 
 def block_mask(mod: object, B: int | None, H: int | None, T: int, S: int, size: int = 4) -> BlockMask:
-    return create_block_mask(mod, B, H, T, S, device="cpu", BLOCK_SIZE=size)  # pyright: ignore[reportArgumentType]
+    return create_block_mask(mod, B, H, T, S, device=str(torch.get_default_device()), BLOCK_SIZE=size)  # pyright: ignore[reportArgumentType]
 
 
 def dense_mask(mod: object, B: int, H: int, T: int, S: int) -> Tensor:

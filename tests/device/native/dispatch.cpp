@@ -248,6 +248,22 @@ static void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
     (*stack)[i] = call.result_to_device((*stack)[i]);
 }
 
+// Kernels of CUDA for lists of tensors note themselves that they have written: autograd does it for single ones only.
+static void note_writes(const c10::OperatorHandle& op, torch::jit::Stack* stack) {
+  auto& schema = op.schema();
+  const size_t first = stack->size() - schema.arguments().size();
+  for (size_t i = first; i < stack->size(); i++) {
+    auto* alias = schema.arguments()[i - first].alias_info();
+    if (!alias || !alias->isWrite() || !(*stack)[i].isTensorList()) continue;
+    for (const at::Tensor& x : (*stack)[i].toTensorVector()) x.unsafeGetTensorImpl()->bump_version();
+  }
+}
+
+static void run_list(const c10::OperatorHandle& op, c10::DispatchKeySet keys, torch::jit::Stack* stack) {
+  note_writes(op, stack);
+  run(op, keys, stack);
+}
+
 static void record_stream(at::Tensor&, c10::Stream) {}
 
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
@@ -260,7 +276,7 @@ TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   for (const auto& name : dispatcher.getAllOpNames())
     if (name.name.rfind("aten::_foreach_", 0) == 0 &&
         !dispatcher.findOp(name)->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
-      m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run>());
+      m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_list>());
 }
 
 }  // namespace pretended
