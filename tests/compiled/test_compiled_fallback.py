@@ -93,6 +93,18 @@ def writes_to_what_was_detached(h: Tensor, x: Tensor) -> Any:
     return y + h, h
 
 
+def detaches_in_place(h: Tensor, x: Tensor) -> Any:
+    y = h * x
+    y.detach_()
+    return torch.sin(y) + h, y
+
+
+def has_other_memory(h: Tensor, x: Tensor) -> Any:
+    y = h * x
+    y.data = x * 2
+    return torch.sin(y), h
+
+
 def looks_behind(h: Tensor, x: Tensor) -> Any:
     return h + x.data, h
 
@@ -124,6 +136,8 @@ BODIES: list[tuple[Callable[..., Any], str]] = [
     (has_a_fixed_point, "the body calls tl.fixed_point"),
     (hooks, "registers a hook"),
     (has_a_shape_of_values, "whose shape depends on values"),
+    (detaches_in_place, r"the body takes a tensor out of its graph in place \(detach_\)"),
+    (has_other_memory, r"the body gives a tensor other memory \(x.data = ...\)"),
     (writes_to_what_was_detached, "copy_ writes to a tensor that was detached before"),
 ]
 

@@ -181,7 +181,12 @@ def inverse_hyperbolic(h: Tensor, x: Tensor) -> Any:
     return h * 0.5, torch.atanh(x * 0.5) + torch.acosh(2.5 + x) + torch.asinh(h)
 
 
-COMPILED = [spikes, spikes_in_autocast, spikes_for_transforms, similar, without_gradients]
+def says_so_to_a_profiler(h: Tensor, x: Tensor) -> Any:
+    with torch.profiler.record_function("step"):
+        return torch.sin(h) + x, h * x
+
+
+COMPILED = [says_so_to_a_profiler, spikes, spikes_in_autocast, spikes_for_transforms, similar, without_gradients]
 COMPILED += [pads_in_a_circle, fills_an_empty_one, to_integers_by_halves, inverse_hyperbolic]
 
 

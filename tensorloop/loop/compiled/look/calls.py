@@ -40,22 +40,26 @@ _READS = {
     "register_post_accumulate_grad_hook": "registers a hook",
     "retain_grad": "retains a gradient",
     "backward": "runs a backward pass",
+    "detach_": "takes a tensor out of its graph in place",
     "data_ptr": "asks where a tensor is in memory",
     "untyped_storage": "asks where a tensor is in memory",
 }
 _AFTER = "do so with what the loop returns"
 _CURES = {"turns": VALUES, "hands": VALUES, "prints": _AFTER, "registers": _AFTER, "retains": _AFTER}
 _CURES |= {"asks": "use operations of torch", "runs": "torch.func.grad of a function compiles"}
+_CURES |= {"takes": "write x = x.detach()"}
 _REFUSED: dict[Any, tuple[str, str]] = {
     function: (f"the body {what} ({name})", _CURES[what.partition(" ")[0]])
     for name, what in _READS.items()
     if (function := getattr(Tensor, name, None))
 }
 _REFUSED[torch.autograd.backward] = "the body runs a backward pass (torch.autograd.backward)", _CURES["runs"]
+_REFUSED[torch.detach_] = _REFUSED[Tensor.detach_]
 _GRAD = "a condition calls torch.autograd.grad", _CURES["runs"]
 # Attributes: a node of autograd's graph takes hooks, which no later step would have.
 _GRAPH = "the body looks at the graph of a tensor (grad_fn), which may be to register a hook"
 _ATTRIBUTES = {"grad_fn": (_GRAPH, _AFTER)}
+_SETS = {"data": ("the body gives a tensor other memory (x.data = ...)", "make another tensor: x = ...")}
 _ITEMS = ("_local_scalar_dense", "item", "is_nonzero")
 _SAID = {"item": ".item()", "__bool__": "a tensor as a condition (if, while, and, bool())"}
 _SAID |= {f"__{kind}__": f"{kind}() of a tensor" for kind in ("float", "int", "complex")}
@@ -120,7 +124,7 @@ class CallWatch(TorchFunctionMode):
             reason = None
         elif reason is None and type(func) is MethodWrapperType:
             name = getattr(func.__self__, "__name__", "")
-            reason = _ATTRIBUTES.get(name)
+            reason = (_SETS if func.__name__ == "__set__" else _ATTRIBUTES).get(name)
             if name == "requires_grad" and func.__name__ == "__set__" and self.autograd is not None:
                 self.autograd.gives(args[0])
             else:

@@ -30,6 +30,7 @@ from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, nev
 from tensorloop.loop.compiled.look.number_read import NumberRead
 from tensorloop.loop.compiled.look.operation_traits import (
     CURES,
+    MARKS,
     READS,
     STRIDED,
     TRAITS,
@@ -108,6 +109,8 @@ class OperationLog(OperationMode):
         traits = TRAITS.get(id(func)) or traits_of(func)
         if traits.reason == READS and self.values is not None and not self.may_read:
             return self._read(self.values, func, args, kwargs or {})
+        if traits.reason == MARKS:
+            return func(*args, **(kwargs or {}))
         if traits.reason is not None and not never_draws(func, args, kwargs):
             if not (self.may_read and traits.reason == READS):
                 raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", CURES[traits.reason])

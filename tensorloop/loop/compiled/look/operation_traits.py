@@ -18,6 +18,7 @@ _SHAPES = "has a result whose shape depends on values"
 _MEMORY = "replaces the memory of a tensor"
 _DRAWS = "draws random numbers"
 _CHECKS = "raises where a value is not as it should be"
+MARKS = "marks a part of a program for a profiler"
 _OWN = "is an operation of its own that writes to its arguments"
 CURES = {
     READS: VALUES,
@@ -87,6 +88,8 @@ def traits_of(func: Any) -> OperationTraits:
         reason = _SHAPES
     elif schema.is_mutable and func.namespace not in _TORCHS:
         reason = _OWN
+    elif func.namespace == "profiler":
+        reason = MARKS
     fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
     returned = [x.alias_info for x in schema.returns]
