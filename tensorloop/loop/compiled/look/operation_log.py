@@ -465,20 +465,14 @@ class OperationLog(OperationMode):
         off = {storage_of(x) for x in tensors if self._numbers[id(x)] in self._cut or (cut and x.requires_grad)}
         if off:
             outs = out if isinstance(out, (list, tuple)) else [out]
-            outs = [
-                x for x in outs if isinstance(x, Tensor) and all(x is not y for y in tensors)
-            ]  # not what is written to
+            # Not what is written to.
+            outs = [x for x in outs if isinstance(x, Tensor) and all(x is not y for y in tensors)]
             self._cut |= {self._numbers[id(x)] for x in outs if storage_of(x) in off}
 
     def _check(self, traits: OperationTraits, args: Sequence[Any], kwargs: dict[str, Any], cut: bool) -> None:
         """Refuses masks as indices and writes to memory from outside."""
-        if traits.masks and any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
-            raise refusal(
-                f"{traits.name} by a mask has a result whose shape depends on values",
-                "torch.where(mask, x, 0) and masked sums keep the shape",
-            )
-        written = [args[i] for i in traits.writes if i < len(args)] + [kwargs[n] for n in traits.named if n in kwargs]
-        for x in written:
+        traits.check_masks(args)
+        for x in traits.written(args, kwargs):
             for y in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(y, Tensor):
                     self.writes = True

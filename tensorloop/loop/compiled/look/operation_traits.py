@@ -70,6 +70,15 @@ class OperationTraits:
     view: bool
     draws: bool
 
+    def check_masks(self, args: Sequence[Any]) -> None:
+        """Refuses to index by a mask."""
+        if self.masks and any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
+            raise refusal(f"{self.name} by a mask {_SHAPES}", CURES[_SHAPES])
+
+    def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
+        """The arguments that the operation writes to."""
+        return [args[i] for i in self.writes if i < len(args)] + [kwargs[n] for n in self.named if n in kwargs]
+
 
 TRAITS: dict[int, OperationTraits] = {}  # by the id of an operation, which lives for ever
 
