@@ -50,11 +50,9 @@ def test_reverse_needs_a_known_length() -> None:
 
 
 @pytest.mark.parametrize("loop", ["scan", "map"])
-def test_no_steps_make_one_call_on_tensors_without_numbers(loop: str) -> None:
-    seen: list[tuple[str, tuple[int, ...]]] = []
-
+def test_no_steps_make_one_call_on_tensors_without_numbers(loop: str, capsys: pytest.CaptureFixture[str]) -> None:
     def look(x: Tensor) -> Tensor:
-        seen.append((type(x).__name__, tuple(x.shape)))
+        print(type(x).__name__, *x.shape)
         return x.new_zeros(4)
 
     def branch(x: Tensor) -> Tensor:
@@ -65,10 +63,28 @@ def test_no_steps_make_one_call_on_tensors_without_numbers(loop: str) -> None:
         return tl.map(fn, xs) if loop == "map" else tl.scan(lambda c, x: (c, fn(x)), 0, xs)[1]
 
     assert tuple(run(look).shape) == (0, 4)
-    assert seen == [("FakeTensor", (2,))]
+    assert capsys.readouterr().out == "FakeTensor 2\n"
     with pytest.raises(RuntimeError) as error:
         run(branch)
     assert f"{loop} has no steps to do" in "".join(error.value.__notes__)
+
+
+@pytest.mark.parametrize("compile", [False, True])
+@pytest.mark.parametrize("loop", ["scan", "map", "map in chunks"])
+def test_what_the_body_keeps_in_its_first_step_is_not_made_by_no_steps(loop: str, compile: bool) -> None:
+    kept: dict[str, Tensor] = {}
+
+    def masks(x: Tensor) -> Tensor:
+        if "mask" not in kept:
+            kept["mask"] = torch.ones_like(x)
+        return x * kept["mask"]
+
+    xs, options = torch.zeros(0, 2), {"batch_size": 2} if loop == "map in chunks" else {}
+    if loop == "scan":
+        tl.scan(lambda c, x: (c, masks(x)), 0, xs, compile=compile)
+    else:
+        tl.map(masks, xs, compile=compile, **options)
+    assert not kept
 
 
 def test_map_in_chunks_follows_the_rules_of_vmap() -> None:
