@@ -84,6 +84,44 @@ def test_a_bool_chooses_the_plan_of_a_step(body: Callable[..., Any], options: di
     check_both(scanned(body, **options), INIT, XS, W, second=not options)
 
 
+LOOKUPS: dict[str, Callable[[Tensor, Tensor], Tensor]] = {  # of row n of a table (T, 3)
+    "index": lambda table, n: table[n[None]][0],
+    "two indices": lambda table, n: table[n[None], torch.arange(3)],
+    "index_select": lambda table, n: table.index_select(-2, n[None])[0],
+    "gather": lambda table, n: table.t().gather(-1, n.expand(3, 1))[:, 0],
+    "take": lambda table, n: table.take(n * 3 + torch.arange(3)),
+    "embedding": lambda table, n: torch.nn.functional.embedding(n, table),
+    "one_hot": lambda table, n: torch.nn.functional.one_hot(n, len(table)).to(table) @ table,
+    "written": lambda table, n: torch.zeros_like(table).index_copy(0, n[None], table[:1]).sum(0) - table[n[None]][0],
+}
+
+
+@pytest.mark.parametrize("name", LOOKUPS)
+def test_no_row_behind_the_last_step_is_looked_up(name: str):
+    """Whether the next step has the same answers is asked of its row, and after the last one there is none."""
+
+    def body(state: Any, x: Tensor, table: Tensor) -> Any:
+        h, n = state
+        row = LOOKUPS[name](table, n)
+        h = torch.tanh(h + row) if row.sum() > 0 else h * row.cos() - x
+        return (h, n + 1), h
+
+    def scans(compile: Any, h: Tensor, xs: Tensor, table: Tensor) -> Any:
+        return tl.scan(lambda s, x: body(s, x, table), (h, torch.tensor(0)), xs, compile=compile)[1]
+
+    def ends(compile: Any, h: Tensor, xs: Tensor, table: Tensor) -> Any:
+        init, go = (h, torch.tensor(0)), lambda s: s[1] < len(table)
+        return tl.while_loop(go, lambda s: body(s, xs[0], table)[0], init, compile=compile)[0]
+
+    torch.manual_seed(2)
+    h, xs, table = torch.randn(3, dtype=D), torch.randn(9, 3, dtype=D), torch.randn(9, 3, dtype=D)
+    table[2:6] = table[2:6].abs()
+    check_both(scans, h, xs, table)
+    check_both(ends, h, xs, table)
+    with pytest.raises((IndexError, RuntimeError)):  # a row that is not there, where there is a step
+        scans("strict", h, xs, table[:5])
+
+
 @pytest.mark.parametrize("body", [of_x, of_the_carry])
 def test_in_loops_of_unknown_length_and_of_numbers(body: Callable[..., Any]):
     def run(compile: Any, h: Tensor, w: Tensor) -> Any:

@@ -6,6 +6,7 @@ plan says after its step whether the next one has the same answers (`with_going`
 """
 
 import dataclasses
+import math
 from collections.abc import Iterator, Sequence
 from typing import Any
 
@@ -19,16 +20,25 @@ MOST_VALUES = 4  # of the guards of a step: for each there is a plan
 MOST_NUMBERS = 1000  # of a tensor that is turned into a list
 _MOST_STEPS = 512  # of which these are remembered
 
+# Operations that read or write at indices, of a tensor that comes first: the place of these among the arguments.
+_INDEXED = dict.fromkeys((aten.index, aten.index_put, aten.index_put_, aten.embedding, aten.take), 1)
+_INDEXED |= dict.fromkeys((aten.index_select, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add), 2)
+_INDEXED |= dict.fromkeys((aten.scatter_add_, aten.scatter_reduce, aten.index_add, aten.index_add_), 2)
+_INDEXED |= dict.fromkeys((aten.index_copy, aten.index_copy_, aten.index_fill, aten.index_fill_), 2)
+_FLAT = {aten.take.default}
+
 _met: dict[Any, set[tuple[str, ...]]] = {}  # by what is known before the first guard: values of all
 
 
-def with_going(trace: Trace) -> tuple[Trace, list[int]]:
+def with_going(trace: Trace, shapes: Sequence[Sequence[int]]) -> tuple[Trace, list[int]]:
     """The trace of a step that says whether the next one has the same answers: (that, places in xs).
 
     The operations that lead to the answers are done again, on the next carry and on the next slices of xs. Those slices
     are further sequences, a step ahead of the ones at these places. A condition that ends the loop has its say, too.
+    There may be no next step: so an index out of range is brought into it. In a step that is done it is an error.
+    `shapes` are those of the step's tensors, by number.
     """
-    again = _Again(trace)
+    again = _Again(trace, shapes)
     going = again.going()
     sequences = [*trace.sequences, *again.ahead.values()]
     operations = [*trace.operations, *again.operations]
@@ -82,8 +92,8 @@ class ValuesRead:
 class _Again:
     """The operations up to the last answer, once more at the end of the step."""
 
-    def __init__(self, trace: Trace) -> None:
-        self.trace = trace
+    def __init__(self, trace: Trace, shapes: Sequence[Sequence[int]]) -> None:
+        self.trace, self._shapes = trace, shapes
         self.operations: list[Operation] = []
         self.ahead: dict[int, int] = {}  # from a sequence to the one that is a step ahead
         self._free = 1 + max(trace.inputs + [x.number for o in trace.operations for x in _refs(o.results)])
@@ -101,12 +111,29 @@ class _Again:
                     found.append(self._same(answer))
             if k in needed:
                 o = trace.operations[k]
-                args, kwargs = self._read(o.args), self._read(o.kwargs)
+                args, kwargs = self._in_range(o, self._read(o.args)), self._read(o.kwargs)
                 self.operations.append(Operation(o.function, args, kwargs, self._results(o.results), o.place))
         whole = found[0]
         for other in found[1:]:
             whole = self._made(aten.logical_and.default, Ref(whole), Ref(other))
         return whole
+
+    def _in_range(self, o: Operation, args: Any) -> Any:
+        """The arguments of an operation with its indices brought into range."""
+        place = _INDEXED.get(getattr(o.function, "overloadpacket", None))
+        if place is None or not isinstance(o.args[0], Ref):
+            return args
+        shape, args = self._shapes[o.args[0].number], [*args]
+        if place == 1 and isinstance(args[1], list):  # one for each dim
+            sizes = zip(args[1], shape, strict=False)
+            args[1] = [self._clamped(x, -n, n) if isinstance(x, Ref) else x for x, n in sizes]
+        elif isinstance(args[place], Ref):
+            size = math.prod(shape) if o.function in _FLAT else shape[args[1] if place == 2 else 0] if shape else 1
+            args[place] = self._clamped(args[place], -size if o.function in _FLAT else 0, size)
+        return args
+
+    def _clamped(self, index: Ref, low: int, size: int) -> Ref:
+        return Ref(self._made(aten.clamp.default, index, low, max(size - 1, 0)))
 
     def _same(self, answer: Answer) -> int:
         """Whether an answer is what it was: a tensor of its own, as the step may write to that of the answer."""
