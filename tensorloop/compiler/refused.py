@@ -11,6 +11,12 @@ FUNCTION = "write what it gives as y + (s - s.detach()), which is y with the gra
 GAP = "set compile=False, and report it: this is a gap, not a rule"
 CURE_OF_ERRORS = "set compile=False if the eager loop is right"
 
+# What torch says of what stands for a number, where it takes numbers alone.
+_STAND_INS = [
+    ("NumberRead", ".item() reads a value in Python", VALUES),
+    ("concrete integers", "an operation takes i, the number of the step, as a Python number", "torch.as_tensor(i)"),
+]
+
 
 class Refused(Exception):
     """Why a body is not compiled, what a user can do about it, and the file and line that say so."""
@@ -28,5 +34,9 @@ def of_error(error: BaseException) -> Refused:
     """An error that the look at a step met, and the user's line that it comes from; it holds no frames."""
     text = str(error).strip().partition("\n")[0]
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if not is_ours(f)]
+    place = frames[-1] if frames else None
+    for what, reason, cure in _STAND_INS:
+        if what in text:
+            return Refused(reason, cure, place)
     said = f"looking at its step raised {type(error).__name__}" + (f": {text}" if text else "")
-    return Refused(said, CURE_OF_ERRORS, frames[-1] if frames else None)
+    return Refused(said, CURE_OF_ERRORS, place)

@@ -292,6 +292,10 @@ def test_a_number_is_compared_as_python_compares():
         lambda h, x: h + (x.sum().item() < x).sum(),
         lambda h, x: h + (1 / (x.sum().item() + 9) > 0),
         lambda h, x: (h, x.sum().item())[1],
+        lambda h, x: h if x.sum().item().is_integer() else x,
+        lambda h, x: h if hasattr(x.sum().item(), "is_integer") else x,
+        lambda h, x: h if type(x.sum().item()) in (int, float) else x,
+        lambda h, x: h * torch.tensor(x.sum().item()),
     ],
 )
 def test_all_else_that_python_does_with_a_number_is_refused(body: Callable[[Tensor, Tensor], Any]):

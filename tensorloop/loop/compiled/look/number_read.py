@@ -14,10 +14,21 @@ from tensorloop.compiler.refused import VALUES
 from tensorloop.loop.compiled.look.calls import refusal
 
 _SAID = ".item()"
+_NUMBERS = (int, float, bool, complex)
 _EXACT = 2**53  # up to which integers are float64's, too
 
 
-class NumberRead:
+class _Kind(type):
+    """Its type, of which `isinstance` says what Python's number is: who compares it himself is told nothing."""
+
+    def __eq__(cls, other: object) -> bool:
+        return _refuse() if other in _NUMBERS else cls is other
+
+    def __hash__(cls) -> int:
+        return id(cls)
+
+
+class NumberRead(metaclass=_Kind):
     """A number, by the tensor of no dims that has it; `tell` tells Python a bool."""
 
     __slots__ = ("_tell", "_x")
@@ -29,6 +40,12 @@ class NumberRead:
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
         """What isinstance() says of Python's number."""
         return float if self._x.is_floating_point() else int
+
+    def __getattr__(self, name: str) -> Never:
+        """What a number has beside its operators: `real`, `is_integer`."""
+        if not name.startswith("_") and hasattr(self.__class__, name):
+            _refuse()
+        raise AttributeError(name)
 
     def __bool__(self) -> bool:
         return _compare("ne", self, 0)

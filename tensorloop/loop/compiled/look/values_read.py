@@ -21,7 +21,7 @@ MOST_NUMBERS = 1000  # of a tensor that is turned into a list
 _MOST_STEPS = 512  # of which these are remembered
 
 # Operations that read or write at indices, of a tensor that comes first: the place of these among the arguments.
-_INDEXED = dict.fromkeys((aten.index, aten.index_put, aten.index_put_, aten.embedding, aten.take), 1)
+_INDEXED: dict[Any, int] = dict.fromkeys((aten.index, aten.index_put, aten.index_put_, aten.embedding, aten.take), 1)
 _INDEXED |= dict.fromkeys((aten.index_select, aten.gather, aten.scatter, aten.scatter_, aten.scatter_add), 2)
 _INDEXED |= dict.fromkeys((aten.scatter_add_, aten.scatter_reduce, aten.index_add, aten.index_add_), 2)
 _INDEXED |= dict.fromkeys((aten.index_copy, aten.index_copy_, aten.index_fill, aten.index_fill_), 2)
