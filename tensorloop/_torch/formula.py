@@ -41,6 +41,7 @@ class _Evaluate(torch.autograd.Function):
 
     @staticmethod
     def setup_context(ctx: Any, inputs: tuple[Any, ...], output: Tensor) -> None:
+        ctx.set_materialize_grads(False)
         ctx.formula, *given = inputs
         if ctx.formula.keeps:
             kept = [(*given, output)[i] for i in ctx.formula.keeps]
@@ -48,7 +49,9 @@ class _Evaluate(torch.autograd.Function):
             ctx.save_for_forward(*kept)
 
     @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def backward(ctx: Any, grad: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
+        if grad is None:  # a missing gradient stays missing
+            return (None,) * len(ctx.needs_input_grad)
         return None, *ctx.formula.vjp(grad, *ctx.saved_tensors)
 
     @staticmethod

@@ -143,6 +143,16 @@ def test_gradients_of_both_orders(cut: bool, request: pytest.FixtureRequest):
     assert torch.autograd.gradgradcheck(loss, inputs)
 
 
+def test_inputs_that_are_not_used_have_no_gradient():
+    values, h = leaf(D, 7, 3), leaf(D, 3, 3)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        return h.sin() + (x > 0), 2 * h
+
+    _, ys = tl.scan(body, h, PackedTensor(values, [4, 1, 2]), compile="strict")
+    assert torch.autograd.grad(ys.values.sum(), (h, values), allow_unused=True)[1] is None
+
+
 def test_values_that_are_not_contiguous():
     values, turn = leaf(D, 4, 11), rotation(D)
 

@@ -310,7 +310,7 @@ def _fft(x: Any, dims: Sequence[int], normalization: int, forward: bool) -> Any:
 
 
 def _real_fft(x: Tensor, dims: Sequence[int], normalization: int, onesided: bool) -> Any:
-    found = fourier.transform(x, None, dims[-1:], -1)
+    found = fourier.of_real(x, dims[-1])
     if found is not None:
         found = fourier.transform(*(fourier.half(found, dims[-1]) if onesided else found), dims[:-1], -1)
     return NotImplemented if found is None else _scaled(Pair(*found), [x.shape[d] for d in dims], normalization)

@@ -14,6 +14,15 @@ MOST = 64  # the side of a matrix
 Parts = tuple[Tensor, Tensor]
 
 
+def of_real(x: Tensor, dim: int) -> Parts | None:
+    """The transform of real numbers, not scaled: at frequency 0 and at the highest of an even number it is real."""
+    found = transform(x, None, [dim], -1)
+    if found is None:
+        return None
+    twice = 2 * torch.arange(x.shape[dim]).view(-1, *[1] * (x.dim() - 1 - dim % x.dim()))
+    return found[0], torch.where(twice % x.shape[dim] == 0, 0.0, found[1])
+
+
 def transform(re: Tensor, im: Tensor | None, dims: Sequence[int], way: int) -> Parts | None:
     """The transform along dims: forward (way -1) or back (1), not scaled."""
     for dim in dims:
@@ -81,9 +90,10 @@ def _along(re: Tensor, im: Tensor | None, way: int) -> Parts | None:
 
 
 def _circle(turns: Tensor, n: int, way: int, dtype: torch.dtype) -> Parts:
-    """cos and sin of so many n-ths of a turn."""
+    """cos and sin of so many n-ths of a turn; exactly 0 at quarters, so that what is real has no phase of rounding."""
     angle = (turns % n).to(torch.float64) * (way * 2 * math.pi / n)
-    return torch.cos(angle).to(dtype), torch.sin(angle).to(dtype)
+    cos, sin = (torch.where(x.abs() < 1e-14, 0.0, x).to(dtype) for x in (torch.cos(angle), torch.sin(angle)))
+    return cos, sin
 
 
 def _turned(re: Tensor, im: Tensor | None, cos: Tensor, sin: Tensor, product: bool) -> Parts:
