@@ -181,6 +181,16 @@ def test_an_operation_without_a_form_in_real_numbers_is_torchs_own():
     torch.testing.assert_close(last, torch.fft.fft(torch.fft.fft(numbers(N))))
 
 
+@pytest.mark.parametrize("n", [4, 6, 130])
+def test_phases_of_what_is_real_in_a_spectrum_of_real_numbers(n: int):
+    def run(compile: Any) -> Tensor:
+        xs = -numbers(T, n, dtype=torch.float64).detach().abs()
+        rows = tl.scan(lambda h, x: (h, torch.fft.rfft(x + 0 * h).angle()), xs[0], xs, compile=compile)[1]
+        return rows[:, [0, n // 2]]
+
+    assert torch.equal(run("strict"), run(False))
+
+
 def test_a_norm_of_everything_that_keeps_its_dims():
     def run(compile: Any) -> list[Tensor]:
         norm = torch.linalg.vector_norm

@@ -102,3 +102,42 @@ def test_a_chain_of_the_users_is_rounded_after_each_operation():
 
     torch.testing.assert_close(run("strict"), run(False), rtol=0, atol=0)
     assert run("strict").isinf().all()
+
+
+NUMBER = 0.7  # 0.69921875 in bfloat16, 0.7001953125 in float16
+OTHER = torch.full((), NUMBER)
+BESIDE_NUMBERS: dict[str, Rule] = {
+    "sums": lambda v: torch.stack([v + NUMBER, NUMBER - v, v - OTHER, torch.arange(257, 273) + v]),
+    "products": lambda v: torch.stack([v * NUMBER, v / NUMBER, v * OTHER, OTHER * v, torch.arange(257, 273) * v]),
+    "comparisons": lambda v: torch.stack([v == NUMBER, v != 0.3, v > 0.3, v <= NUMBER, v.ge(OTHER), v > NUMBER]),
+    "rests": lambda v: torch.stack([v % NUMBER, torch.fmod(v, 0.3), torch.remainder(NUMBER, v.detach())]),
+    "whole quotients": lambda v: torch.stack(
+        [v.detach() // 0.3, *(torch.div(v, w, rounding_mode="trunc") for w in (NUMBER, 0.3, v.roll(1)))]
+    ),
+    "powers": lambda v: torch.stack([v.abs() ** NUMBER, NUMBER**v, torch.atan2(v, OTHER)]),
+    "decimals": lambda v: v.round(decimals=1),
+    "thresholds": lambda v: torch.stack(
+        [F.softshrink(v, 0.3), F.softshrink(v, NUMBER), F.threshold(v, 0.3, 0.1), F.hardshrink(v, 0.3)]
+    ),
+}
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+@pytest.mark.parametrize("name", BESIDE_NUMBERS)
+def test_numbers_are_rounded_where_torch_rounds_them(name: str, dtype: torch.dtype):
+    """x == 0.7 holds of the two-byte number next to 0.7, but x * 0.7 is a product with 0.7 itself."""
+    marks = torch.tensor([1, -1, 2, 3, -3]).outer(torch.tensor([NUMBER, 0.3, 0.1])).flatten()
+    xs = torch.cat([marks, torch.randn(225, generator=torch.Generator().manual_seed(0))]).view(3, 5, 16).to(dtype)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        made = BESIDE_NUMBERS[name](x + 0 * h)
+        return h + 0 * made.to(dtype).reshape(-1, 16).sum(0), made  # so that all of it stays in the loop
+
+    def run(compile: Any) -> list[Tensor]:
+        v = xs.clone().requires_grad_()
+        ys = tl.scan(body, torch.zeros(16, dtype=dtype), v, compile=compile)[1]
+        return [ys, *(torch.autograd.grad(ys.sum(), v) if ys.requires_grad else ())]
+
+    for found, expected in zip(run("strict"), run(False), strict=True):
+        least = torch.finfo(dtype).eps * 1.01  # one rounding
+        torch.testing.assert_close(found, expected, rtol=least, atol=1e-3 * least)

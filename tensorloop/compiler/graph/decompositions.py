@@ -219,7 +219,11 @@ def after_autograd() -> Table:
         _aten.linalg_vector_norm.default: compositions.rounded_once(_vector_norm),
         _aten.square.default: lambda x: x * x,
         _aten.angle.default: _angle,
-        _aten.round.decimals: _round_to,
+        _aten.round.decimals: compositions.rounded_once(_round_to),
+        **{  # these compare with the number itself, not with it rounded
+            one: compositions.rounded_once(torchs[one])
+            for one in (_aten.softshrink.default, _aten.threshold_backward.default)
+        },
         _aten.put.default: lambda x, index, source, accumulate=False: (
             x.reshape(-1).index_put([index.reshape(-1)], source.reshape(-1), accumulate).reshape(x.shape)
         ),
@@ -274,7 +278,7 @@ def _shifted(operation: Any, x: Tensor, by: Any) -> Any:
 
 
 def _round_to(x: Tensor, *, decimals: int) -> Tensor:
-    """Every step in x's dtype, as torch has it."""
+    """Each operation is rounded, as torch has it but of two-byte floats."""
     if not x.is_floating_point() or not decimals:
         return torch.round(x)
     scale = 10.0 ** abs(decimals)

@@ -122,6 +122,18 @@ class Lowering:
 
         return self.point("cast", cast, [array], dtype, array.shape)
 
+    def met(self, value: Any, dtype: torch.dtype) -> Any:
+        """An operand as torch takes it: beside two-byte floats a number is rounded to their dtype first."""
+        if dtype not in HALVES or isinstance(value, Length):
+            return value
+        if isinstance(value, Array):
+            return self.cast(value, dtype)
+        return torch.tensor(value, dtype=dtype).item()
+
+    def factor(self, value: Any, dtype: torch.dtype) -> Any:
+        """The second operand of a product or a quotient, where torch leaves one number as exact as float32 is."""
+        return self.met(value, dtype) if isinstance(value, Array) and value.numel != 1 else value
+
     def copy(self, array: Array, out: Array, piece: object = None) -> Array:
         """Copies the elements of an array into `out`, in its dtype."""
         kind = KINDS[out.dtype]

@@ -21,14 +21,16 @@ def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
         return call.low.compute(
             "div", lambda m, x, y: whole_quotient(m, x, y, rounding_mode), (a, b), call.dtype, call.shape
         )
+    a, b = call.low.met(a, call.dtype), call.low.factor(b, call.dtype)
     if rounding_mode is None:
         return call.low.compute("div", Math.div, (a, b), call.dtype, call.shape)
     if rounding_mode == "floor":
         return call.low.compute("div", floor_quotient, (a, b), call.dtype, call.shape)
-    kind = KINDS[call.dtype]
+    many = isinstance(b, Array) and b.numel != 1
 
-    def cut(m: Math, x: Value, y: Value) -> Value:  # of two bytes, the quotient is rounded before it is cut
-        return m.rounded("trunc", m.cast(m.cast(m.div(x, y), kind), x.kind))
+    def cut(m: Math, x: Value, y: Value) -> Value:  # of two bytes, a quotient by no number is rounded before it is cut
+        quotient = m.div(x, y)
+        return m.rounded("trunc", m.cast(m.cast(quotient, KINDS[call.dtype]), x.kind) if many else quotient)
 
     return call.low.compute("div", cut, (a, b), call.dtype, call.shape)
 
@@ -68,6 +70,7 @@ def remainder(call: Call, a: Any, b: Any) -> Array:
         rest = m.code.binary("frem", x, y)  # C's fmod, which is exact: a call for each element
         return rest if mode == "trunc" else m.where(_other_sign(m, rest, y), m.add(rest, y), rest)
 
+    a, b = call.low.met(a, call.dtype), call.low.met(b, call.dtype)
     return call.low.compute("remainder", of, (a, b), call.dtype, call.shape)
 
 
@@ -111,6 +114,7 @@ def power(call: Call, a: Any, b: Any) -> Array:
             return call.low.compute("pow", known[b], (a,), call.dtype, call.shape)
     if not call.dtype.is_floating_point:
         raise Unsupported("of integers")
+    a, b = call.low.met(a, call.dtype), call.low.met(b, call.dtype)
     return call.low.compute("pow", Math.power, (a, b), call.dtype, call.shape)
 
 

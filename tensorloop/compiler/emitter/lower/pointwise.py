@@ -160,14 +160,17 @@ def straight(name: str, function: Any) -> Handler:
     def handler(call: Call, *args: Any, **kwargs: Any) -> Array:
         if any(value is not None for value in kwargs.values()):
             raise Unsupported(f"arguments {kwargs}")
-        return call.low.compute(name, function, args, call.dtype, call.shape)
+        second = call.low.factor if name == "mul" else call.low.met
+        ins = [*(call.low.met(one, call.dtype) for one in args[:1]), *(second(one, call.dtype) for one in args[1:])]
+        return call.low.compute(name, function, ins, call.dtype, call.shape)
 
     return handler
 
 
 def _compared(name: str, function: Any) -> Handler:
     def handler(call: Call, *args: Any) -> Array:
-        inner = computed_in(promoted(*args))
+        dtype = promoted(*args)
+        inner = computed_in(dtype)
         kind = KINDS[inner]
         if name == "isinf" and not inner.is_floating_point:
             return call.low.compute(name, lambda m, x: m.like(x, 0), args, torch.bool, call.shape)
@@ -177,7 +180,7 @@ def _compared(name: str, function: Any) -> Handler:
         def cast(math: Math, *values: Value) -> Value:
             return function(math, *(math.cast(value, kind) for value in values))
 
-        ins = [call.low.array(one, inner) for one in args]
+        ins = [call.low.array(call.low.met(one, dtype), inner) for one in args]
         return call.low.point(name, cast, ins, torch.bool, call.shape)
 
     return handler
