@@ -350,7 +350,7 @@ COUNTING: list[tuple[Callable[..., Any], tuple[int, ...]]] = [
 ]
 
 
-@pytest.mark.parametrize("options", [{}, {"checkpoints": 3}, {"until": lambda carry: carry[0].sum() > 3}])
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 3}])
 @pytest.mark.parametrize("k", range(len(COUNTING)))
 def test_ints_in_the_carry_that_count_steps(k: int, options: dict[str, Any]):
     counts = []
@@ -370,6 +370,25 @@ def test_ints_in_the_carry_that_count_steps(k: int, options: dict[str, Any]):
     check_both(run, INIT, XS)
     assert counts[0] == counts[1]
     assert all(type(n) is int for n in counts[1])
+
+
+UNTIL: list[Callable[[Any], Any]] = [
+    lambda carry: carry[1] == 4,
+    lambda carry: (carry[0].abs() >= 0).all() & (carry[1] > 3),
+    lambda carry: carry[0].sum() * 0 + carry[1] > 3,
+]
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.parametrize("k", range(len(UNTIL)))
+def test_a_condition_sees_the_ints_that_count(k: int, checkpoints: int | None):
+    def body(carry: Any, x: None) -> Any:
+        return (torch.sin(carry[0]) + 0.3, carry[1] + 1), carry[0]
+
+    for length in (None, 9):
+        with pytest.warns(tl.loop.NotCompiledWarning, match="is a Python int that changes"):
+            (_, n), ys = tl.scan(body, (INIT, 0), length=length, until=UNTIL[k], compile=True, checkpoints=checkpoints)
+        assert n == len(ys) == 4
 
 
 @pytest.mark.parametrize(

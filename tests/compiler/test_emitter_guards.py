@@ -47,7 +47,9 @@ STEPS: dict[str, Callable[[Tensor, Tensor, Tensor], Tensor]] = {
     "around": lambda h, x, w: F.pad(torch.cat([h, x[:, :3]], 1).flip(1)[:, 5:].roll(2, 1), (1, 1), value=0.5),
     "windows": lambda h, x, w: F.conv1d(h[:, None], w[:4, None, :5], padding=2).sum(1) + x.unfold(1, 3, 7).sum(),
 }
-OPERATIONS = [list(BODIES)[n : n + 17] for n in range(0, len(BODIES), 17)]
+# Torch reads a value of these, or writes into a part of a tensor: a look takes that away, which these steps lack.
+NAMES = [name for name in BODIES if name not in ("one_hot", "padding in circles")]
+OPERATIONS = [NAMES[n : n + 17] for n in range(0, len(NAMES), 17)]
 HALVES = [torch.bfloat16, torch.float16]
 
 

@@ -5,7 +5,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 import torch
 
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.write.function import LoopWriter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.team import DimShare, Planner, Team
@@ -68,6 +68,11 @@ def _own(cut: DimShare, number: int, count: int) -> range:
 
 def _walked(unit: Unit, cut: DimShare | None, number: int, count: int) -> Iterator[Walked]:
     """Every array of a unit, and how much of its dims a thread walks."""
+    if isinstance(unit, Matrix | CallOut):  # one thread does it
+        assert cut is None
+        yield from ((array, [range(n) for n in array.shape], (), False) for array in unit.reads())
+        yield from ((array, [range(n) for n in array.shape], (), True) for array in unit.writes())
+        return
     space = unit.space if isinstance(unit, WalkGroup) else None
     if isinstance(unit, Matmul):
         space = unit.out.shape

@@ -323,10 +323,16 @@ class Frame:
     def _check_others(self, leaves: list[Any]) -> None:
         """Refuses a step that changes what is no tensor in the carry: a plan has the value of the first step.
 
-        Ints may count steps, where it is known how many there are.
+        Ints may count steps, where it is known how many there are: a condition would see those of the first step.
         """
         loop, counts = self.loop, dict[int, int]()
-        may_count = loop.length is not None and loop.cond is None and self.rows is None and self.active is None
+        may_count = (
+            loop.length is not None
+            and loop.may_count
+            and loop.cond is loop.until is None
+            and self.rows is None
+            and self.active is None
+        )
         may_count &= not self.arrays.places and not (loop.slices is not None and loop.slices.reverse)
         for i, (old, new) in enumerate(zip(loop.init, leaves, strict=True)):
             same = old is new or (isinstance(old, NUMBERS) and old == new)

@@ -54,6 +54,7 @@ class PythonCondition:
         self.loop, self.going = loop, True
         self.stepped = copy.copy(loop)  # the steps, which know of no condition
         self.stepped.cond = self.stepped.until = None
+        self.stepped.may_count = False  # the condition sees the numbers, and nobody knows how many there will be
         self.stepped.functions = tuple(f for f in loop.functions if f.what == "body_fn")
         self._body = PythonState(self.stepped.functions)
         self._condition = PythonState([f for f in loop.functions if f.what != "body_fn"])
