@@ -36,6 +36,7 @@ SCRIPTS = (
     "attention",
     "beam",
     "compiled",
+    "bodies",
     "hf",
     "programs",
     "memory_tools",
@@ -49,6 +50,7 @@ PEERS = {
     "fbgemm": "fbgemm_gpu",
     "hf": "transformers",
     "torchdiffeq": "torchdiffeq",
+    "snn": "torch, snntorch, norse and spikingjelly",
 }
 PAGE, MARKER = "docs/benchmarks/short.md", "bench"
 

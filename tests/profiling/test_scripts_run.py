@@ -46,7 +46,7 @@ def run(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
         assert scripts[name].SCRIPT.main([*options, "--out", str(out)]) == 0
         return out
 
-    for variable in ("JAX", "TF", "HF", "FBGEMM", "TORCHDIFFEQ"):
+    for variable in ("JAX", "TF", "HF", "FBGEMM", "TORCHDIFFEQ", "SNN"):
         monkeypatch.delenv(f"{variable}_PYTHON", raising=False)
     threads = torch.get_num_threads()
     yield here
