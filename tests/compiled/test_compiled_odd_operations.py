@@ -138,3 +138,15 @@ def test_a_pool_of_windows_too_large_to_compare():
 
     (expected, expected_grads), (found, grads) = (outcome(body, torch.float64, compile) for compile in (False, True))
     check_equal([*found, *grads], [*expected, *expected_grads], 1e-11)
+
+
+@pytest.mark.parametrize("right", [False, True])
+def test_the_place_of_one_number_in_a_row(right: bool):
+    def body(h: Tensor, u: Tensor) -> tuple[Tensor, Tensor]:
+        place = torch.searchsorted(torch.softmax(h, -1).cumsum(-1), u, right=right).clamp(max=3)
+        return torch.tanh(h + torch.nn.functional.one_hot(place, 4) + u), place
+
+    xs, init = torch.rand(6, dtype=torch.float64), torch.zeros(4, dtype=torch.float64)
+    found, expected = (tl.scan(body, init, xs, compile=compile) for compile in ("strict", False))
+    assert torch.equal(found[1], expected[1])
+    torch.testing.assert_close(found[0], expected[0])

@@ -72,12 +72,17 @@ def searchsorted(
         middle = (low + high) // 2
         at = torch.clamp_max(middle, n - 1)
         if ordered.dim() == 1:
-            known = ordered[at if sorter is None else sorter[at]]
+            known = _read(ordered, at if sorter is None else _read(sorter, at))
         else:
             known = torch.gather(ordered, -1, at if sorter is None else torch.gather(sorter, -1, at))
         behind = known > x if right or side == "right" else known >= x
         low, high = torch.where(behind | (low >= high), low, middle + 1), torch.where(behind, middle, high)
     return low.to(kind)
+
+
+def _read(row: Tensor, places: Tensor) -> Tensor:
+    """The elements of a row at places of any shape, also at one of no dims, which Python would read as an int."""
+    return row.index_select(0, places.reshape(-1)).reshape(places.shape)
 
 
 def logcumsumexp(x: Tensor, dim: int) -> Any:
