@@ -267,9 +267,9 @@ def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batc
 
 
 def guess_best(keys: Tensor, log_probs: Tensor, eos: int, batch: Batch) -> tuple[Choice, Tensor]:
-    """As `choose_best`, but for parents and tokens where the keys of those K alone do not decide on them.
+    """Chooses the K best as if no keys were equal: (the choice, the K + 1 best keys).
 
-    So nothing waits for a device. Also the K + 1 best keys, which tell whether they do (`Pool.take`).
+    Those keys tell later whether that was right (`Pool.take`), so nothing waits for a device here.
     """
     size, vocabulary = keys.shape[1], log_probs.shape[2]
     every = batch.select(keys)[:, :, None] + log_probs

@@ -88,7 +88,7 @@ class Decisions:
 
     @property
     def asked(self) -> Tensor:
-        """As `running`, on the CPU unless that would wait for a device at every step."""
+        """Which rows still run, as a tensor on the CPU, unless that would wait for a device at every step."""
         if self.gold is not None:
             return self.running
         if (seen := self._seen) is None:

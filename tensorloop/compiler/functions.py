@@ -103,7 +103,7 @@ class UserFunction:
         return node.apply(self, len(values), len(inputs), *values, *inputs, *kept)
 
     def gradients(self, comings: Sequence[Tensor], results: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Any]:
-        """Those of the inputs."""
+        """Returns the gradients of the Function's inputs, given those of its results."""
         run = Again(fx.GraphModule(torch.nn.Module(), fx.Graph()), graph=self._backward)
         found = run.run(*comings, *(results[i] for i in self._read), *kept)
         plain = transforms.maybe_level() is None and not any(map(transforms.is_legacy_batched, comings))

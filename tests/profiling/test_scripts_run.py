@@ -112,3 +112,18 @@ def test_a_wrong_gradient_is_reported(scripts: dict[str, Any]):
 def test_a_cell_is_a_process_and_what_stops_it_is_its_answer(scripts: dict[str, Any]):
     raised = scripts["harness"].spawn(FOLDER / "tensor_array.py", {"kind": "nonsense"})
     assert raised["error"].startswith("ValueError: kind is 'nonsense'; expected time, memory")
+
+
+def test_the_operation_of_bodies_is_called_out(scripts: dict[str, Any], monkeypatch: pytest.MonkeyPatch):
+    workloads, texts = scripts["body_workloads"], list[str]()
+    scan = workloads.tl.scan
+
+    def explained(body: Any, init: Any, xs: Any, **options: Any) -> Any:
+        texts.append(workloads.tl.explain(body, init, xs).text)
+        return scan(body, init, xs, **options)
+
+    monkeypatch.setattr(workloads.tl, "scan", explained)
+    workloads.called(3, torch.float32).scan(compile=True)
+    (text,) = texts
+    assert "_cdist_forward" in text.partition("of these by torch")[2]
+    assert "_cdist_backward" in text.rpartition("of these by torch")[2]
