@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.device import built, fused_cells
+from tests.device import built, fused_cells, recording
 
 HERE = str(Path(__file__).parent)
 DEVICES = 2
@@ -46,6 +46,7 @@ class Counts:
     operations: Counter[str] = field(default_factory=Counter)
     syncs: list[Sync] = field(default_factory=list)
     reads: int = 0  # of the state of a generator
+    recorded: int = 0  # operations that graphs have recorded, which launched nothing
 
     @property
     def launches(self) -> int:
@@ -81,17 +82,23 @@ class Watch:
 
     def tell(self, what: bytes, operation: bytes) -> int:
         kind, name = what.decode(), operation.decode()
-        if getattr(self.inside, "one", False):
+        if getattr(self.inside, "one", False) or getattr(recording.here, "silent", False):
             return 0
+        records = getattr(recording.here, "recorder", None) is not None
         with self.lock:
             for counts in self.counting:
                 if kind == "launch":
-                    counts.operations[name] += 1
+                    if records:
+                        counts.recorded += 1
+                    else:
+                        counts.operations[name] += 1
                 elif kind == "read":
                     counts.reads += 1
                 else:
                     counts.syncs.append(Sync(kind, name, lines()))
-        return int(self.mode == 2 and kind not in ("launch", "read"))
+        if kind == "launch" or (kind == "read" and not records):
+            return 0
+        return int(self.mode == 2 or recording.forbids_waiting())
 
     def set_mode(self, mode: int | str) -> None:
         self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)  # pyright: ignore
@@ -99,7 +106,7 @@ class Watch:
 
     def listen(self) -> None:
         """Called back only while someone wants to know: that takes time."""
-        self.library.watch(self.told if self.counting or self.mode else Watcher())
+        self.library.watch(self.told if self.counting or self.mode or recording.any_recording() else Watcher())
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Counts]:
@@ -140,6 +147,8 @@ def start() -> None:
             if module.__dict__.get(name) is before:
                 setattr(module, name, value)
     torch.UntypedStorage.__new__ = new_storage
+    recording.watches.append(_watch[0])
+    torch._C._host_emptyCache = torch._C._cuda_emptyCache = lambda: None  # pyright: ignore
     torch.backends.cudnn.enabled = False  # pyright: ignore
     torch.cuda.manual_seed_all(torch.initial_seed())
     # A device's thread of autograd drops its last task after `backward` has returned, and needs Python for that.
@@ -201,7 +210,9 @@ def replacements(watch: Watch) -> dict[str, Any]:
         ),
         "set_stream": lambda stream: accelerator.set_stream(stream),
         "synchronize": lambda device=None: accelerator.synchronize(device),
-        "is_current_stream_capturing": lambda: False,
+        "is_current_stream_capturing": lambda: recording.is_current_stream_capturing(),
+        "graph_pool_handle": lambda: recording.graph_pool_handle(),
+        "CUDAGraph": recording.Graph,
         "set_sync_debug_mode": watch.set_mode,
         "get_sync_debug_mode": lambda: watch.mode,
         "is_bf16_supported": lambda including_emulation=True: True,
