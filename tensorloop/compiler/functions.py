@@ -16,6 +16,7 @@ from torch.autograd.function import once_differentiable
 
 from tensorloop._torch import transforms
 from tensorloop.compiler.lengths import Again
+from tensorloop.compiler.place import put_on
 from tensorloop.compiler.walks import needed_for
 
 _LIBRARY = torch.library.Library("tensorloop_step", "DEF")
@@ -101,6 +102,10 @@ class UserFunction:
         """Runs it: as a node of autograd's graph where something requires a gradient."""
         node = _OnceDifferentiable if self._once else _Differentiable
         return node.apply(self, len(values), len(inputs), *values, *inputs, *kept)
+
+    def put_on(self, device: torch.device) -> None:
+        """Lets what its backward makes be on this device."""
+        put_on(self._backward, device)
 
     def gradients(self, comings: Sequence[Tensor], results: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Any]:
         """Returns the gradients of the Function's inputs, given those of its results."""

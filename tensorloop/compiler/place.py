@@ -1,11 +1,14 @@
 """Where a step runs: a device, and what is small there."""
 
 import dataclasses
+from typing import Any
 
 import torch
+from torch import fx
 
 # Where Python runs. Steps are looked at and traced on tensors of the host, whatever device they run on later, and the
-# device is named each time: a default device of the user's is none of the step's.
+# device is named each time: a default device of the user's is none of the step's. Where a graph names a device, that is
+# the host, and what runs the graph elsewhere puts its own there (`put_on`).
 HOST = torch.device("cpu")
 
 
@@ -28,3 +31,26 @@ class Place:
     few_rows: int
     many_rows: int
     small_step: int
+
+
+def put_on(graph: fx.Graph, device: torch.device) -> None:
+    """Lets the operations of a graph that make tensors make them on this device."""
+    for n in graph.nodes:
+        if n.op == "call_function" and names_device(n):
+            n.kwargs = {**n.kwargs, "device": device}
+
+
+def names_device(n: fx.Node) -> bool:
+    """Whether an operation says, or has to say, on which device its result is."""
+    if n.kwargs.get("device") is not None:
+        return True
+    schema: Any = getattr(n.target, "_schema", None)
+    makes = schema is not None and any(a.name == "device" for a in schema.arguments)
+    return makes and not n.all_input_nodes  # one that is given a tensor is where that is
+
+
+def generator_of(device: torch.device | None) -> torch.Generator:
+    """Torch's own generator of a device, by default the host's."""
+    if device is None or device == HOST:
+        return torch.default_generator
+    return torch.cuda.default_generators[device.index]

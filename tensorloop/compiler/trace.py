@@ -11,6 +11,7 @@ from torch.fx import traceback
 
 from tensorloop._common.user_line import UserLine
 from tensorloop.compiler.operations import aten
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import NATIVE, Refused
 
 _CHECK = aten._linalg_check_errors.default
@@ -84,7 +85,7 @@ class Trace:
         return [*self.next_carry, *self.outs, *([] if self.going is None else [self.going])]
 
     def replay(self, *tensors: Tensor) -> list[Tensor]:
-        """Does the operations again, with other tensors."""
+        """Does the operations again, with other tensors, on the host."""
         found, checked = dict(zip(self.inputs, tensors, strict=True)), self._checked
         for o in self.operations:
             if o.function is _CHECK:
@@ -135,6 +136,8 @@ def _read(found: "dict[int, Tensor] | _Cut", x: Any) -> Any:
         return found[x.number]
     if isinstance(x, Number):
         return found[x.number] * x.scale + x.shift
+    if isinstance(x, torch.device):
+        return HOST
     return [_read(found, y) for y in x] if isinstance(x, list) else x
 
 

@@ -14,6 +14,7 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.divide.mapped import Mapped, TensorArgument
 from tensorloop.compiler.operations import OPERATIONS, aten, is_pointwise, value_of
+from tensorloop.compiler.place import HOST, put_on
 from tensorloop.compiler.step import StepFailed
 from tensorloop.compiler.walks import needed_for
 
@@ -21,11 +22,13 @@ from tensorloop.compiler.walks import needed_for
 class BatchedGraph:
     """A graph under construction. `given` are the nodes whose values go in, in order; `moving` ones hold all steps.
 
-    Under `reverse` the step of the last index is the first.
+    Under `reverse` the step of the last index is the first. It runs on `device`.
     """
 
-    def __init__(self, given: Iterable[fx.Node], moving: set[fx.Node], *, reverse: bool = False) -> None:
-        self.graph, self.moving, self.reverse = fx.Graph(), moving, reverse
+    def __init__(
+        self, given: Iterable[fx.Node], moving: set[fx.Node], *, reverse: bool = False, device: torch.device = HOST
+    ) -> None:
+        self.graph, self.moving, self.reverse, self.device = fx.Graph(), moving, reverse, device
         self.given = list(dict.fromkeys(given))
         self.steps = self.graph.placeholder("steps")
         self.found: dict[fx.Node, fx.Node] = {}
@@ -50,6 +53,7 @@ class BatchedGraph:
         for n in reversed(list(self.graph.nodes)):
             if n.op == "call_function" and not n.users:
                 self.graph.erase_node(n)
+        put_on(self.graph, self.device)
         return fx.GraphModule(torch.nn.Module(), self.graph).forward
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
@@ -91,7 +95,7 @@ class BatchedGraph:
         nodes = n.all_input_nodes
         place = {a: i for i, a in enumerate(nodes)}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: TensorArgument(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
-        mapped = Mapped(n, args, kwargs, [(value_of(a), a in self.moving) for a in nodes])
+        mapped = Mapped(n, args, kwargs, [(value_of(a), a in self.moving) for a in nodes], self.device)
         return self.call(mapped, *(self.found[a] for a in nodes))
 
 

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.overrides import unseen
+from tensorloop.compiler.place import HOST
 
 LARGE = 2**20  # elements of one step
 
@@ -26,7 +27,9 @@ class TensorArgument:
 class Mapped:
     """An operation for all steps. In its arguments each tensor is a `TensorArgument`; some of those `given` move."""
 
-    def __init__(self, node: fx.Node, args: Any, kwargs: Any, given: Sequence[tuple[Tensor, bool]]) -> None:
+    def __init__(
+        self, node: fx.Node, args: Any, kwargs: Any, given: Sequence[tuple[Tensor, bool]], device: torch.device
+    ) -> None:
         self.target: Any = node.target
         self.args, self.kwargs = args, kwargs
         self.dims = tuple(0 if moves else None for _, moves in given)
@@ -34,7 +37,9 @@ class Mapped:
         value = node.meta["val"]
         self.there = None if isinstance(value, Tensor) else [x is not None for x in value]  # of several results
         self.__name__ = f"mapped_{getattr(self.target, '_opname', 'operation')}"
-        self.mapped = self._vmap_is_right(given)
+        self.mapped = self._vmap_is_right(given)  # on the host
+        if "device" in kwargs:
+            self.kwargs = {**kwargs, "device": device}
 
     def __call__(self, *tensors: Tensor) -> Any:
         """The operation for all steps.
@@ -74,7 +79,7 @@ class Mapped:
         For some operations torch's own rules are wrong. Those go step by step, and those of which no numbers that were
         tried here have a value. Of large tensors one trial is enough.
         """
-        generator, tried = torch.Generator().manual_seed(0), False
+        generator, tried = torch.Generator(HOST).manual_seed(0), False
         with unseen(), torch.no_grad(), warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             trials = (3, False), (5, True)  # of two steps, rolled by two, each is where it was
@@ -111,10 +116,11 @@ class _Heard(torch.autograd.Function):
 
 def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, positive: bool) -> Tensor:
     """Some of a dtype: integers may be places in a dim of two, floats are of both signs or near one."""
+    options: Any = {"generator": generator, "device": HOST}
     if dtype.is_floating_point or dtype.is_complex:
-        numbers = torch.rand(shape, generator=generator) + 0.5 if positive else torch.randn(shape, generator=generator)
+        numbers = torch.rand(shape, **options) + 0.5 if positive else torch.randn(shape, **options)
         return numbers.to(dtype)
-    return torch.randint(0, 2, tuple(shape), generator=generator).to(dtype)
+    return torch.randint(0, 2, tuple(shape), **options).to(dtype)
 
 
 def _order_of(value: Tensor) -> list[int]:

@@ -3,13 +3,13 @@
 from collections.abc import Container, Sequence
 from typing import NamedTuple
 
-import torch
 from torch import Tensor, fx
 
 from tensorloop.compiler.functions import FLOW
 from tensorloop.compiler.graph.capture import Gradients, StepWithGradients
 from tensorloop.compiler.lengths import shape_of
 from tensorloop.compiler.operations import aten, value_of
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Step
 from tensorloop.compiler.walks import depends_on
 
@@ -49,7 +49,6 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
     a missing gradient would be multiplied with is not computed: it may be infinite.
     """
     forward, zero = gradients.step, zeros_in(gradients, missing)
-    device = forward.place.device
     graph, new, gone = fx.Graph(), dict[fx.Node, fx.Node](), missing.of(gradients)
     for n in forward.graph.nodes:
         if n.op == "output":
@@ -59,7 +58,7 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
         elif n in zero:
             if not isinstance(n.meta["val"], Tensor):  # of several tensors at once each part is zero
                 continue
-            new[n] = _zeros(graph, n, device)
+            new[n] = _zeros(graph, n)
         elif n.target is FLOW:  # it has said what it had to: where it is zero
             new[n] = new[n.args[0]]
         elif n.target is aten.add.Tensor and (rest := _not_zero(n, zero)) is not None:
@@ -68,14 +67,14 @@ def backward_step(gradients: StepWithGradients, saved: Sequence[fx.Node], missin
             new[n] = graph.node_copy(n, lambda a: new[a])
         new[n].meta = dict(n.meta) if new[n].meta.get("val") is None else new[n].meta
     for n in gone:  # placeholders stand first; what was made of them is zero, and here are those that are asked for
-        zeros = _zeros(graph, n, device)
+        zeros = _zeros(graph, n)
         new[n].replace_all_uses_with(zeros)
         last = [n for n in graph.nodes if n.op == "placeholder"][-1]
         last.append(zeros)
     carry = sorted(gradients.next_carry_grads.items())
     found = Gradients(*({k: new[g] for k, g in sorted(grads.items()) if g not in zero} for grads in gradients.found))
     # Zeros are like the carry before the step: of an array that grows, shorter than the gradient that comes.
-    next_carry = tuple(found.carry.get(i) or _zeros(graph, forward.carry[i], device) for i, _ in carry)
+    next_carry = tuple(found.carry.get(i) or _zeros(graph, forward.carry[i]) for i, _ in carry)
     coming = [new[n] for _, n in sorted(gradients.out_grads.items()) if n not in gone]
     step = Step(
         graph,
@@ -102,8 +101,8 @@ def _not_zero(n: fx.Node, zero: Container[fx.Node]) -> fx.Node | None:
     return left[0] if value.shape == whole.shape and value.dtype is whole.dtype else None
 
 
-def _zeros(graph: fx.Graph, like: fx.Node, device: torch.device) -> fx.Node:
-    options = {"dtype": value_of(like).dtype, "device": device}
+def _zeros(graph: fx.Graph, like: fx.Node) -> fx.Node:
+    options = {"dtype": value_of(like).dtype, "device": HOST}
     zeros = graph.call_function(aten.full.default, (list(shape_of(like)), 0), options)
     zeros.meta = dict(like.meta)
     return zeros

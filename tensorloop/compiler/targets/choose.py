@@ -13,16 +13,19 @@ from tensorloop.compiler.targets.eager import EagerTarget
 from tensorloop.compiler.targets.target import Target
 
 EAGER: Target = EagerTarget()  # in the place of a target that lacks something
-TARGETS: dict[str, Target] = {"cpu": CpuTarget()}  # by the type of a device
+TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": EAGER}  # by the type of a device
 _BY_NAME = {target.name: target for target in (EAGER, *TARGETS.values())}
 AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
 
 
 def find_place(devices: Iterable[torch.device]) -> Place:
     """Returns the place of tensors on these devices, the host where there are none; raises `Refused`."""
-    first, *others = {*devices} or {HOST}
-    if others or first.type not in TARGETS:
-        raise Refused("only loops on the CPU are compiled", "compile=False says that this is meant")
+    first, *others = dict.fromkeys(devices) or (HOST,)
+    if others:
+        raise Refused(f"the tensors of the loop are on {first} and on {others[0]}", "move them to one device")
+    if first.type not in TARGETS:
+        kinds = " and ".join(TARGETS)
+        raise Refused(f"loops on {kinds} are compiled, none on {first.type}", "compile=False says that this is meant")
     return _place(first)
 
 

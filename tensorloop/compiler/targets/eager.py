@@ -8,7 +8,7 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.lengths import Length, Sized, shape_of
 from tensorloop.compiler.operations import aten
-from tensorloop.compiler.place import Place
+from tensorloop.compiler.place import Place, put_on
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
 
 
@@ -26,6 +26,7 @@ class EagerCore:
                 if n.target is aten.view.default:
                     new[n].target = aten.reshape.default
         graph.output(tuple(new[n] for n in step.outputs))
+        put_on(graph, step.place.device)
         self._module = fx.GraphModule(torch.nn.Module(), graph)
         self._growth = step.growth
         first = [next(iter(shape_of(n)), None) for n in (*step.sequences, *step.carry)]

@@ -15,6 +15,7 @@ from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop import advice
@@ -355,7 +356,7 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *next_rows, *seen.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [in_memory(x) for x in (*seen.record.given, *drawn, *next_rows, *seen.captures)]
+    examples = [in_memory(x).detach().to(HOST) for x in (*seen.record.given, *drawn, *next_rows, *seen.captures)]
     try:
         with unseen(), without_autocast(), without_modes():
             if looks is None:

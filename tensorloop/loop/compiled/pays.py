@@ -18,7 +18,7 @@ from weakref import WeakValueDictionary
 
 import torch
 
-from tensorloop.compiler.place import Place
+from tensorloop.compiler.place import HOST, Place
 from tensorloop.compiler.targets.choose import target_of
 
 R = TypeVar("R")
@@ -94,12 +94,13 @@ class Clock:
     def __init__(self, work: int, place: Place) -> None:
         self._found: dict[Hashable, Pays] = {}
         self._small = work < place.small_step
+        self._timed = place.device == HOST  # elsewhere threads do not share a step, and a call ends before its work
         self._target = target_of(place)
         self._alone = False  # whether the last run was one thread's
 
     def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
         """What `call` gives, by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
-        if torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
+        if not self._timed or torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
             return call()
         pays = self._found.get(kind) or self._found.setdefault(kind, Pays())
         team, begun = pays.team(), time.perf_counter()

@@ -110,7 +110,8 @@ class _FakeLog(OperationLog):
 def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
     if not tensors:
         raise Refused("no tensor goes in", "give the loop a tensor to carry")
-    find_place(x.device for x in tensors)
+    if find_place(x.device for x in tensors).device != HOST:
+        raise Refused("in a graph of torch.compile only loops on the CPU are compiled", "compile the loop alone")
     if autocast.state() is not None:
         raise Refused("autocast is on", "leave autocast before the loop, or compile no graph around it")
     if transforms.maybe_level() is not None or transforms.forward_mode():

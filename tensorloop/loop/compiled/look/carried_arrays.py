@@ -14,7 +14,6 @@ from torch import Tensor
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.compiled.look.calls import refusal
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.tensor_array.array import TensorArray
@@ -28,8 +27,8 @@ STAND_IN = 7  # slots of an array of the carry in a look
 class Arrays:
     """The arrays of a carry in one look at a step, by place; those as long as each other are of one group."""
 
-    def __init__(self, init: Sequence[Any], lengths: Sequence[int] | None = None) -> None:
-        self.init = init
+    def __init__(self, init: Sequence[Any], device: torch.device, lengths: Sequence[int] | None = None) -> None:
+        self.init, self.device = init, device
         self.places = [i for i, x in enumerate(init) if isinstance(x, TensorArray)]
         self.first = {i: init[i] for i in self.places}
         self.starts = list(dict.fromkeys(len(init[i]) for i in self.places))  # slots before the loop, of each group
@@ -41,29 +40,27 @@ class Arrays:
             array = self.first[i]
             if has_holes(array):
                 raise Refused("an array in the carry has holes", "write its slots in order, or begin with zeros")
-            shape, dtype, device = kind_of(array)
-            if device is not None:
-                find_place([device])
+            shape, dtype, _ = kind_of(array)
             if shape is not None:
                 self.kinds[i] = shape, dtype
 
     def again(self, lengths: Sequence[int] | None = None, *, known: bool = False) -> "Arrays":
         """The arrays for another look; with `known`, what this one saw of elements is known from the beginning."""
-        other = Arrays(self.init, lengths)
+        other = Arrays(self.init, self.device, lengths)
         if known:
             other.kinds |= self.kinds
         return other
 
     def of_rows(self, init: Sequence[Any], rows: int) -> "Arrays":
         """The arrays of a carry of fewer rows, of whose elements all is known that this look saw."""
-        other = Arrays(init, self.lengths)
+        other = Arrays(init, self.device, self.lengths)
         other.kinds = {i: ((rows, *shape[1:]), dtype) for i, (shape, dtype) in self.kinds.items()}
         return other
 
     def values(self, i: int) -> Tensor:
         """What stands for the slots of an array at the step that is looked at."""
         shape, dtype = self.kinds.get(i, ((0,), torch.float32))
-        return torch.zeros((self.lengths[self.groups[i]], *shape), dtype=dtype)
+        return torch.zeros((self.lengths[self.groups[i]], *shape), dtype=dtype, device=self.device)
 
     def stand_in(self, i: int, values: Tensor, log: OperationLog, number: int) -> TensorArray:
         """The array that the body gets."""
@@ -95,7 +92,7 @@ class Arrays:
     def given(self, i: int) -> Tensor:
         """The slots that an array has before the loop, with their gradient."""
         array, (shape, dtype) = self.first[i], self.kinds[i]
-        return array.stack() if len(array) else torch.empty((0, *shape), dtype=dtype, device=HOST)
+        return array.stack() if len(array) else torch.empty((0, *shape), dtype=dtype, device=self.device)
 
     def growth(self, after: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
         """How many slots a step adds to the arrays of each group; `after` are their places and what they became."""
@@ -140,7 +137,7 @@ class StandIn(Store):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return HOST
+        return self.log.device or HOST
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -216,7 +213,7 @@ class StandIn(Store):
         """An index as a tensor that the step knows; None for numbers."""
         if isinstance(index, torch.SymInt):
             return index.node.tensor()
-        fits = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.device == HOST
+        fits = isinstance(index, Tensor) and index.dtype in (torch.int64, torch.int32) and index.device == self.device
         return index.to(torch.int64) if fits else None
 
     def fork(self) -> "StandIn":

@@ -10,7 +10,7 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from tensorloop.compiler.place import HOST
+from tensorloop.compiler.place import generator_of
 from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE
 
 _aten = torch.ops.aten
@@ -101,7 +101,7 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
     if inplace and out.is_contiguous():
         rest = args[1:]
         return DrawOp(number, out, lambda into: func(into, *rest, **kwargs))
-    like = [(x.shape, x.stride(), x.dtype) if isinstance(x, Tensor) else None for x in args]
+    like = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
 
     def fill(into: Tensor) -> None:
         made = [x if one is None else _like(*one) for x, one in zip(rest, like, strict=True)]
@@ -111,23 +111,25 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
     return DrawOp(number, out, fill)
 
 
-def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype) -> Tensor:
-    return torch.empty_strided(shape, strides, dtype=dtype, device=HOST)
+def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:
+    return torch.empty_strided(shape, strides, dtype=dtype, device=device)
 
 
 class Generators:
     """The generators that a step draws from, and the states that they had before."""
 
-    def __init__(self, *, watched: bool) -> None:
+    def __init__(self, *, watched: bool, device: torch.device | None = None) -> None:
         self.seen: list[Generator] = []
         self._before: list[Tensor] = []
         self._after: list[Tensor] = []
         self.watched, self._drew = watched, False
         self.index(torch.default_generator)
+        if watched:  # whoever sets the state of the one sets that of the others, as a rule
+            self.index(generator_of(device))
 
-    def index(self, generator: Generator | None) -> int:
-        """The number of one."""
-        generator = torch.default_generator if generator is None else generator
+    def index(self, generator: Generator | None, of: torch.device | None = None) -> int:
+        """The number of one, by default of a device's own."""
+        generator = generator_of(of) if generator is None else generator
         for k, g in enumerate(self.seen):
             if g is generator:
                 return k

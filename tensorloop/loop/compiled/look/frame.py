@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
-from tensorloop.compiler.place import HOST
+from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.compiled.look import autocast
@@ -22,7 +22,7 @@ from tensorloop.loop.compiled.look.step_number import refuse_returned, symbol
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
-from tensorloop.tensor_array.internals import mask_rows, store_of
+from tensorloop.tensor_array.internals import kind_of, mask_rows, store_of
 
 NUMBERS = bool, int, float, complex, str  # what a carry may hold beside tensors and arrays, if no step changes it
 CURE_OF_ROWS = "while_loop stops rows in a compiled loop"
@@ -90,7 +90,8 @@ class Frame:
     def __init__(self, loop: Loop, first: Tensor | None = None, arrays: Arrays | None = None) -> None:
         self.loop, self.first = loop, first
         self.places = [i for i, x in enumerate(loop.init) if isinstance(x, (Tensor, TensorArray))]
-        self.arrays = Arrays(loop.init) if arrays is None else arrays
+        self.place = _place_of(loop)
+        self.arrays = Arrays(loop.init, self.place.device) if arrays is None else arrays
         self.carry: list[Tensor] = [
             self.arrays.values(i) if i in self.arrays.first else loop.init[i] for i in self.places
         ]
@@ -105,8 +106,7 @@ class Frame:
             self.carry += [*(lasts[i] for i in self.held), first, taken]
         if isinstance(loop, PaddedLoop):
             self.carry += [loop.lasts[i].detach() for i in self.held]
-        self.xs = sequences(loop)
-        self.place = find_place([*(x.device for x in self.carry[:1])])
+        self.xs = sequences(loop, self.place.device)
         self.root = self._root()
         self.answers: Sequence[bool] = ()  # what the body is told where it reads a bool in Python; of one that ran, was
 
@@ -135,7 +135,7 @@ class Frame:
 
     def continue_with(self, loop: Loop) -> None:
         """Takes a loop of the same step in the place of this one: its carry is alike, and it has all steps of xs."""
-        self.loop, self.xs = loop, sequences(loop)
+        self.loop, self.xs = loop, sequences(loop, self.place.device)
 
     def given(self) -> list[Tensor]:
         """The loop's carry before its first step: arrays with the slots that they really have."""
@@ -348,12 +348,24 @@ class Frame:
         return Refused(f"{path} is a Python {kind} that changes", "carry a tensor instead")
 
 
-def sequences(loop: Loop) -> list[Tensor]:
+def tensors_of(loop: Loop) -> list[Tensor]:
+    """The tensors of a loop's carry and xs."""
+    xs = [] if loop.slices is None else [x for x, _ in loop.slices.tensors if x is not None]
+    return [x for x in loop.init if isinstance(x, Tensor)] + xs
+
+
+def _place_of(loop: Loop) -> Place:
+    """Where a loop runs; raises `Refused` where it is on several devices."""
+    arrays = [kind_of(x)[2] for x in loop.init if isinstance(x, TensorArray)]
+    return find_place([*(x.device for x in tensors_of(loop)), *(device for device in arrays if device is not None)])
+
+
+def sequences(loop: Loop, device: torch.device) -> list[Tensor]:
     """What a step gets a slice of, the steps first: xs, the numbers of the steps, which rows run."""
     xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
     if is_numbered(loop):
         assert loop.length is not None
-        xs.append(torch.arange(loop.lower, loop.lower + loop.length, device=HOST))
+        xs.append(torch.arange(loop.lower, loop.lower + loop.length, device=device))
     if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
         xs.append(loop.entries.active)
     return xs
@@ -409,7 +421,7 @@ def _laid(tensors: Sequence[Tensor], strides: Sequence[Sequence[int]]) -> list[T
         one = x
         for dim, step in enumerate(steps):
             one = one.narrow(dim, 0, 1) if step == 0 and x.shape[dim] > 1 else one
-        copies.append(torch.empty_strided(one.shape, steps, dtype=x.dtype).copy_(one).expand(x.shape))
+        copies.append(torch.empty_strided(one.shape, steps, dtype=x.dtype, device=x.device).copy_(one).expand(x.shape))
     return copies
 
 

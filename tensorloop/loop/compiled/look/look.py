@@ -7,6 +7,7 @@ whose calls of torch are known is known by these alone.
 import dataclasses
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
+from functools import partial
 from typing import Any
 
 import torch
@@ -15,8 +16,8 @@ from torch import Tensor
 from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.tracing import without_hooks
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.targets.choose import find_place
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.look import autocast
@@ -24,7 +25,16 @@ from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls, NeedsGra
 from tensorloop.loop.compiled.look.calls import SizesTold
 from tensorloop.loop.compiled.look.differentiated import check_gradients
 from tensorloop.loop.compiled.look.draws import DrawOp
-from tensorloop.loop.compiled.look.frame import NUMBERS, Counts, Frame, Key, Layout, StepResults, is_numbered
+from tensorloop.loop.compiled.look.frame import (
+    NUMBERS,
+    Counts,
+    Frame,
+    Key,
+    Layout,
+    StepResults,
+    is_numbered,
+    tensors_of,
+)
 from tensorloop.loop.compiled.look.known_calls import MOST_PATHS, CallTrail, UnknownCall, known_calls
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
@@ -172,7 +182,7 @@ def _record(
             carry, row = ([_live(x) if next(left) else x for x in xs] for xs in (carry, row))
         given = [*carry, *row]
         trail = CallTrail(given) if learns else None
-        log = OperationLog(given, lines=lines, trail=trail)
+        log = OperationLog(given, lines=lines, trail=trail, device=frame.place.device)
         log.values = values = _values_of(frame)
         calls = AutogradCalls(log, log.watch, live=live or not may, checks=checks)
         log.watch.autograd = calls
@@ -186,6 +196,8 @@ def _record(
             log.generators.restore()
             calls.end()
         tensors, kinds = results.outputs()
+        if away := [y for y in results.ys if isinstance(y, Tensor) and y.device != frame.place.device]:
+            raise Refused(f"a y is on {away[0].device}, and the loop on {frame.place.device}", "give it on that device")
         if not torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise Refused("the body gives a tensor with a gradient to a loop under no_grad", "detach() it")
         check_gradients(frame, given, results.carry, list(log.captures.values()), calls)
@@ -263,9 +275,7 @@ def _check_arguments(loop: Loop, first: Tensor | None) -> None:
         kinds = [describe(x) for x in loop.context.leaves if not isinstance(x, Tensor)]
         if kinds:
             raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}", "give tensors as context")
-    tensors = [x for x in loop.init if isinstance(x, Tensor)]
-    tensors += [] if loop.slices is None else [x for x, _ in loop.slices.tensors if x is not None]
-    find_place(x.device for x in tensors)
+    tensors = tensors_of(loop)
     if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs", "give plain tensors")
 
@@ -279,7 +289,8 @@ def _rows_leave(loop: Loop, first: Tensor | None) -> bool:
 
 def random_values(generator: torch.Generator) -> Callable[[Tensor], object]:
     """A `change` for `record` that puts random numbers into floats."""
-    return lambda x: x.normal_(generator=generator) if x.is_floating_point() else x
+    drawn = partial(torch.empty, device=HOST)  # where the generator is
+    return lambda x: x.copy_(drawn(x.shape, dtype=x.dtype).normal_(generator=generator)) if x.is_floating_point() else x
 
 
 def python_values(loop: Loop) -> tuple[Any, ...]:

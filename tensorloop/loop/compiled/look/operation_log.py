@@ -55,8 +55,16 @@ _OF_AUTOGRAD = {_aten.detach.default, _aten.clone.default}
 class OperationLog(OperationMode):
     """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
-    def __init__(self, arguments: Sequence[Tensor], *, lines: bool = False, trail: CallWatch | None = None) -> None:
+    def __init__(
+        self,
+        arguments: Sequence[Tensor],
+        *,
+        lines: bool = False,
+        trail: CallWatch | None = None,
+        device: torch.device | None = None,
+    ) -> None:
         super().__init__()
+        self.device = device  # where the loop is; None where that is no matter
         self.key: list[Any] = []
         self.functions: list[Any] = []
         self.starts: list[int] = []  # where in the key each of these begins
@@ -72,7 +80,7 @@ class OperationLog(OperationMode):
         self.reads = False
         self.values: ValuesRead | None = None  # what the body has read, where it may
         self.draws: list[DrawOp] = []
-        self.generators = Generators(watched=lines)
+        self.generators = Generators(watched=lines, device=device)
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
@@ -244,7 +252,7 @@ class OperationLog(OperationMode):
                 "random numbers are drawn in a loop of unknown length",
                 "draw them before the loop and index them by the step",
             )
-        k = self.generators.index(kwargs.get("generator"))
+        k = self.generators.index(kwargs.get("generator"), of=self.device)
         if self.generators.moved():
             raise refusal("the body sets the state of a generator", "seed before the loop")
         out = func(*args, **kwargs)
@@ -431,7 +439,7 @@ class OperationLog(OperationMode):
                 f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
                 "give plain tensors: what is in it, or its values()",
             )
-        check_device(x)
+        check_device(x, self.device)
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)
         self.captures[number] = x
@@ -442,7 +450,7 @@ class OperationLog(OperationMode):
     def _made(self, out: Any) -> None:
         if isinstance(out, Tensor):
             if id(out) not in self._numbers:  # an operation in place gives its argument
-                check_device(out)
+                check_device(out, self.device)
                 if out.layout is not torch.strided:
                     raise refusal(f"a tensor of layout {out.layout} is made", "use dense tensors")
                 self._numbers[id(out)] = len(self._tensors)

@@ -137,12 +137,15 @@ def is_live(x: Any) -> bool:
     return isinstance(x, Tensor) and x.requires_grad and not x.is_leaf
 
 
-def check_device(x: Tensor) -> None:
-    """A copy from another device to the CPU is none where all are on the CPU: graphs are made there."""
-    if x.device != HOST:
+def check_device(x: Tensor, device: torch.device | None) -> None:
+    """Refuses what is elsewhere than its loop, for graphs have one device.
+
+    A tensor of one number on the host is as good as one on the device, as it is to torch's own operations.
+    """
+    if device is not None and x.device != device and (x.dim() or x.device != HOST):
         raise refusal(
-            f"a tensor on {x.device} is used or made, and only loops on the CPU are compiled",
-            "compile=False says that this is meant",
+            f"a tensor on {x.device} is used or made in a loop on {device}",
+            f"have it on {device}, or make what depends on it before the loop",
         )
 
 

@@ -13,7 +13,6 @@ from typing import NamedTuple, TypeVar
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.packed_scan import PackedOutputs, PackedSlices
 from tensorloop.loop.slices import Slices
@@ -106,7 +105,6 @@ class PaddedScan:
     def __init__(self, loop: Loop, packed: PackedSlices) -> None:
         self.loop, self.packed, self.counts = loop, packed, packed.counts
         self.lens = packed.ragged._lens
-        find_place([self.lens.device])
         self.stretches = [Stretch(0, len(self.counts), self.lens.nonzero().squeeze(1))]
         self.masked = self.counts[-1] < self.counts[0]
         self.outputs = _PaddedOutputs(packed, self.counts[0])

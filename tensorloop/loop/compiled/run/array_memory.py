@@ -114,10 +114,11 @@ class ArrayMemory:
 
     def _at_steps(self, number: Size, start: int, stop: int) -> Tensor:
         """A number that may follow the length of an array, at each of some steps."""
+        device = self.plan.step.place.device
         if not isinstance(number, Length):
-            return torch.full((stop - start,), number)
+            return torch.full((stop - start,), number, device=device)
         first, more = self.starts[number.symbol], self.plan.step.growth[number.symbol]
-        return (first + more * torch.arange(start, stop)) * number.scale + number.shift
+        return (first + more * torch.arange(start, stop, device=device)) * number.scale + number.shift
 
     def seek(self, step: int) -> None:
         """Takes back what this step and those after it overwrote."""

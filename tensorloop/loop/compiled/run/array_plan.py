@@ -11,6 +11,7 @@ from tensorloop._torch.fake import empty_fakes, quiet_fakes
 from tensorloop.compiler.functions import UserFunction
 from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import NATIVE, Refused
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look.autocast import without_autocast
@@ -197,7 +198,7 @@ def _stays_in_memory(look: Look, plan: ArrayPlan, steps: int) -> bool:
 def _same_values(look: Look, plan: ArrayPlan, lengths: Sequence[int]) -> bool:
     """Whether the plan's step gives the values of the body: torch has other operations for one slot than for many."""
     frame, n = look.frame, len(look.frame.places)
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HOST).manual_seed(0)
     for _ in range(2):
         seen = record(frame.again(frame.arrays.again(lengths, known=True)), change=random_values(generator))
         try:

@@ -20,7 +20,7 @@ from tensorloop.compiler.graph.backward import Missing, backward_step, zeros_in
 from tensorloop.compiler.graph.capture import StepWithGradients, functional, with_gradients
 from tensorloop.compiler.lengths import Size, grows, versions
 from tensorloop.compiler.operations import aten, bytes_of, is_opaque, with_parts
-from tensorloop.compiler.place import Place
+from tensorloop.compiler.place import HOST, Place, put_on
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.trace import Trace
@@ -52,7 +52,7 @@ class Write(NamedTuple):
 
 
 class Plan:
-    """The programs of one step, which is given as the trace of it."""
+    """The programs of one step, which is given as the trace of it, with `examples` on the host."""
 
     def __init__(
         self,
@@ -67,12 +67,16 @@ class Plan:
     ) -> None:
         found = complex_pairs.to_pairs(trace, functional(trace, examples), examples, wants)
         self.trace, module, examples, wants = found
-        self.module = with_backwards(module)
+        self.module = with_backwards(module)  # the step as one calls it: where the loop is, once all is traced
         functions = [n.target for n in self.module.graph.nodes if isinstance(n.target, UserFunction)]
         self.linear = all(x.linear for x in functions)  # whether each backward is, in the gradients that come
         self.gradients = self._with_gradients(*found, grad=grad, place=place, reverse=reverse, growth=growth)
         self.step = step = self.gradients.step
         verify(step, examples)
+        if place.device != HOST:
+            put_on(self.module.graph, place.device)
+            for x in functions:
+                x.put_on(place.device)
         self.wants = tuple(wants)
         self.flowing_carry = sorted(self.gradients.next_carry_grads)  # leaves of the carry that have a gradient
         self.flowing_outs = sorted(self.gradients.out_grads)  # outs that have one

@@ -53,12 +53,12 @@ class Program:
             check_roles(s.loop, alone=True)
         given = [*step.invariants, *step.sequences]
         self._fed = [*s.loop_invariants, *s.loop_sequences, *self._handed]
-        before = BatchedGraph(given, s.moving, reverse=step.reverse)
+        before = BatchedGraph(given, s.moving, reverse=step.reverse, device=step.place.device)
         before.compute(self.order, self._fed)
         self._before = before.finished(before.found[n] for n in self._fed)
         made = [n for n in self._fed if n not in given]
         nodes = [*given, *made, *s.after_loop]
-        after = BatchedGraph(nodes, s.moving, reverse=step.reverse)
+        after = BatchedGraph(nodes, s.moving, reverse=step.reverse, device=step.place.device)
         sums = Sums(after, s.sums)
         after.compute(self.order, [*step.outs, *(leaf for n in step.sums for leaf in sums.leaves(n))])
         asked = needed_for(step.outputs, step.inputs)

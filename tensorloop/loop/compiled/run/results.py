@@ -88,7 +88,8 @@ def results_of(
     carried = [in_memory(x).contiguous() for x in complex_pairs.split_pairs(given)]
     run = _planned(look, plan, steps, checkpoints, ask)
     run.title, run.first = look.frame.loop.title, first
-    drawn = [torch.empty(0)] * run.drawn
+    device = plan.step.place.device
+    drawn = [torch.empty(0, device=device)] * run.drawn
     if run.draws is not None and not isinstance(run, RunInBlocks):
         with torch.no_grad(), unseen(), without_autocast():
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
@@ -96,6 +97,8 @@ def results_of(
     xs, captures = (
         [in_memory(x) for x in complex_pairs.split_pairs(some)] for some in ([*look.frame.xs, *ahead], look.captures)
     )
+    # A single number of the host's goes where the loop is.
+    captures = [x if x.device == device else x.to(device, non_blocking=True) for x in captures]
     tensors = [*carried, *xs, *drawn, *captures]
     if plan.grad:  # autograd keeps none that was made under inference mode
         tensors = [x.clone() if x.is_inference() else x for x in tensors]

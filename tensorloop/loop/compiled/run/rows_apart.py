@@ -17,6 +17,7 @@ from tensorloop.compiler.divide.partition import extract
 from tensorloop.compiler.functions import UserFunction
 from tensorloop.compiler.lengths import Sized
 from tensorloop.compiler.operations import aten, value_of
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.targets.choose import target_of
@@ -202,7 +203,7 @@ def _same_values(look: Look, plan: Plan, rows: int, loop: Loop, first: Tensor | 
     """Whether the plan's step gives each of its rows what the body gives to one."""
     if any(x.is_complex() for x in look.frame.carry):
         return False
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HOST).manual_seed(0)
     for _ in range(2):
         arrays = look.frame.arrays.of_rows(loop.init, 1)
         frame = Frame(loop, first, arrays)
