@@ -109,11 +109,12 @@ INNER = {
     "compiler.emitter.ir": _CONTRACTS,
     "compiler.emitter.lower": {*_CONTRACTS, "compiler.emitter.ir"},
     "compiler.emitter.write": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
-    "compiler.targets": {*_CONTRACTS, "compiler.targets.cpu"},
+    "compiler.targets": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower", "compiler.targets.cpu"},
     "compiler.targets.cpu": {
-        *_CONTRACTS,
+        *(*_CONTRACTS, "compiler.targets.given"),
         *("compiler.graph", "compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
     },
+    "compiler.targets.ptx": {*_CONTRACTS, "compiler.targets.cpu"},
     "packed.time": {
         *(f"packed.{name}" for name in ("autograd", "base", "dim", "dispatch", "index", "pointwise", "reduce")),
         *("packed.refusals", "packed.segment_reduce", "packed.segments"),
@@ -148,7 +149,7 @@ INNER_DOORS = {
         for name in ("calling", "convolution", "growing", "indexing", "lowering", "matrices", "movement", "numbers")
     ),
     *("compiler.emitter.lower.pointwise", "compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
-    "compiler.targets.cpu.target",
+    *(f"compiler.targets.{name}" for name in ("given", "cpu.cache", "cpu.host", "cpu.target")),
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "function", "rows")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *(f"packed.time.{name}" for name in ("channels_first", "convolution", "padding", "pooling", "resampling")),

@@ -9,33 +9,29 @@ from typing import NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop._torch.memory import is_symbolic
 from tensorloop._torch.tracing import without_modes
-from tensorloop.compiler.emitter.ir.arrays import Array
-from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.emitter.ir.failures import Failure, failure
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import convolution, indexing, matrices, movement, numbers, reductions, special
-from tensorloop.compiler.emitter.lower.calling import in_memory_as, may_call
+from tensorloop.compiler.emitter.lower.calling import may_call
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
 from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.graph.core_operations import in_core_operations
-from tensorloop.compiler.lengths import Length
-from tensorloop.compiler.operations import aten, values_of
+from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.called import CalledOperations
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out
 from tensorloop.compiler.verify import Broken
 
 LINE = 64
 STATUS = 5  # words: steps done, whether an index was wrong, which matrix failed, two for calls of torch
 CHECKED = 3  # calls of a core whose tensors are looked at
-NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
 _HANDLED_IN = (
     convolution,
@@ -105,17 +101,16 @@ class NativeCore:
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         self._checked = 0  # calls
         self._growth, self.work = step.source.growth, text.work
-        given = [step.invariants, step.sequences, step.carry, step.outs, step.sums]
-        self._needed = [[_needed(one) for one in arrays] for arrays in given]
+        roles = step.invariants, step.sequences, step.carry, step.outs, step.sums
+        self._needed = NeededTensors(step.source, roles, "cpu")
         self.way = f"one native function, {_by_whom(text)}"
         self.called: Sequence[fx.Node] = [call.kernel.node for call in text.calls]
         self._places = len(step.invariants), len(step.constants)
-        self._foreign = any(x.dtype not in KINDS for n in step.source.graph.nodes for x in values_of(n))
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs at most so many steps: (the last carry, how many were done)."""
-        call = self._as_numbers(call)
+        call = self._needed.as_numbers(call)
         steps, last = call.steps, self._new(call.carry)
         if steps <= 0:
             pairs = zip(last, call.carry, strict=True)
@@ -133,11 +128,11 @@ class NativeCore:
 
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
         """Returns a core for many calls of few steps, from one thread: invariants are laid out and packed once."""
-        laid = self._laid([_as_numbers(x) for x in invariants])
+        laid = self._laid([as_numbers(x) for x in invariants])
         held, called = list[list](), list[CalledOperations]()
 
         def run(call: CoreCall) -> tuple[list[Tensor], int]:
-            call = self._as_numbers(call)
+            call = self._needed.as_numbers(call)
             last, more, begun = self._new(call.carry), self._growing(call.steps, call.lengths), bool(held)
             if not begun:
                 self._check(call)
@@ -162,27 +157,12 @@ class NativeCore:
         Lengths are looked at in every call; the tensors, which are always of the same shapes for so many steps, in the
         first ones: who calls has them from the same places.
         """
-        steps, *tensors, lengths = call
-        if self.text.bounds and not self.fits(steps, lengths):
+        if self.text.bounds and not self.fits(call.steps, call.lengths):
             raise IndexError(NO_SLOT)
         if self._checked >= CHECKED:
             return
         self._checked += 1
-        counts = (1, steps, 1, steps, 1)
-        for kind, needed, count in zip(tensors, self._needed, counts, strict=True):
-            for x, (numel, dtype) in zip(kind, needed, strict=True):
-                enough = numel is None or x.numel() >= numel * count
-                if not enough or x.dtype is not dtype or not x.is_cpu or is_symbolic(x):
-                    raise AssertionError(f"a compiled loop was given {x.dtype} of shape {tuple(x.shape)} on {x.device}")
-
-    def _as_numbers(self, call: CoreCall) -> CoreCall:
-        """A call with what machine code has no numbers of as what that lies in memory as."""
-        if not self._foreign:
-            return call
-        invariants, sequences, outs = (
-            list(map(_as_numbers, xs)) for xs in (call.invariants, call.sequences, call.outs)
-        )
-        return call._replace(invariants=invariants, sequences=sequences, outs=outs)
+        self._needed.check(call)
 
     def _new(self, carry: Sequence[Tensor]) -> list[Tensor]:
         return [
@@ -193,7 +173,7 @@ class NativeCore:
     def _laid(self, invariants: Sequence[Tensor]) -> list[Tensor]:
         """Invariants in the layout that the code was made for, and the constants behind them."""
         pairs = zip(invariants, self._layouts, strict=True)
-        return [*(_laid(one, *layout) for one, layout in pairs), *self._constants]
+        return [*(lay_out(one, *layout) for one, layout in pairs), *self._constants]
 
     def _longest(self, steps: int, lengths: Sequence[int]) -> list[int]:
         return [n + max(0, more) * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
@@ -236,9 +216,7 @@ class NativeCore:
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
         if status[1]:
-            raise IndexError(
-                "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
-            )
+            raise IndexError(OUT_OF_RANGE)
         return status[0]
 
     def _failed(self, found: Failure) -> StepFailed:
@@ -288,19 +266,6 @@ class NativeCore:
         return [scratch, [_aligned(size) for size in self.text.packed]]
 
 
-def _needed(array: Array) -> tuple[int | None, torch.dtype]:
-    """Elements of one step; None for what is as long as an array in the carry."""
-    numel = array.buffer.numel
-    return None if isinstance(numel, Length) else numel, array.dtype
-
-
-def _as_numbers(x: Tensor) -> Tensor:
-    """A tensor as what it lies in memory as."""
-    if x.is_complex():
-        return torch.view_as_real(x.detach())
-    return x if x.dtype in KINDS else x.detach().view(in_memory_as(x.dtype)[0])
-
-
 def _by_whom(text: LoopText) -> str:
     if text.barriers:
         times = "once" if text.barriers == 1 else f"{text.barriers} times"
@@ -317,10 +282,3 @@ def _aligned(size: int) -> Tensor:
         whole = torch.empty(size + LINE, dtype=torch.uint8, device="cpu")
     start = -whole.data_ptr() % LINE
     return whole[start : start + size]
-
-
-def _laid(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    """A tensor in the layout that the code was made for."""
-    if tuple(tensor.stride()) == tuple(strides) or tensor.numel() <= 1:
-        return tensor
-    return torch.empty_strided(tuple(shape), tuple(strides), dtype=tensor.dtype, device="cpu").copy_(tensor.detach())

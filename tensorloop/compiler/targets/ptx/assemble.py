@@ -1,0 +1,63 @@
+"""The emitter's text for a device made PTX: by LLVM, or from the folder of earlier ones."""
+
+import hashlib
+from typing import Any
+
+from tensorloop.compiler.step import Unsupported
+from tensorloop.compiler.targets.cpu import cache
+from tensorloop.compiler.targets.cpu.host import llvm
+
+TRIPLE = "nvptx64-nvidia-cuda"
+LEVEL = 3
+# Compute capabilities, and the first LLVM that knows each. PTX for one runs on all later ones: a device that is not
+# here gets that of the last before it. The version of PTX is the lowest that LLVM has for it, so that the driver may
+# be as old as the device.
+KNOWN = {
+    **dict.fromkeys([(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)], 17),
+    **dict.fromkeys([(10, 0), (12, 0)], 20),
+    **dict.fromkeys([(10, 3), (12, 1)], 21),
+}
+
+
+def arch_of(capability: tuple[int, int]) -> str:
+    """The name that LLVM has for a device of this compute capability; raises `Unsupported` below the first."""
+    version = llvm().llvm_version_info[0]
+    known = [one for one, since in KNOWN.items() if one <= capability and since <= version]
+    if not known:
+        here, least = (".".join(map(str, one)) for one in (capability, min(KNOWN)))
+        raise Unsupported(f"the device's compute capability is {here}; {least} is the least")
+    return "sm_{}{}".format(*max(known))
+
+
+def ptx_of(module: str, arch: str, folder: cache.Folder | None = None) -> bytes:
+    """The PTX of a module; taken from the folder where it is there."""
+    folder = folder or cache.user_folder()
+    versions = ".".join(map(str, llvm().llvm_version_info))
+    key = hashlib.sha256("\0".join((module, TRIPLE, arch, versions, str(LEVEL))).encode()).hexdigest()
+    found = folder.get(key)
+    if found is None:
+        found = _assembled(module, arch).encode()
+        folder.put(key, found)
+    return found
+
+
+def _assembled(module: str, arch: str) -> str:
+    binding = llvm()
+    parsed = binding.parse_assembly(module)
+    parsed.verify()
+    machine = _machine(arch)
+    passes = binding.create_pass_builder(machine, binding.create_pipeline_tuning_options(speed_level=LEVEL))
+    passes.getModulePassManager().run(parsed, passes)
+    return machine.emit_assembly(parsed)
+
+
+def _machine(arch: str) -> Any:
+    """LLVM's generator of PTX. It joins no multiplication with an addition that the text has apart."""
+    binding = llvm()
+    binding.initialize_all_targets()
+    binding.initialize_all_asmprinters()
+    try:
+        target = binding.Target.from_triple(TRIPLE)
+    except RuntimeError as error:  # a build of LLVM for one processor alone
+        raise Unsupported(f"llvmlite's LLVM makes no PTX: {error}") from None
+    return target.create_target_machine(cpu=arch, features="", opt=LEVEL)
