@@ -9,7 +9,7 @@ from torch import Tensor
 from tensorloop._common import arguments, pytree
 from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
 from tensorloop.packed.dim import Dim, describe_difference
-from tensorloop.packed.size import RAGGED, RaggedSize
+from tensorloop.packed.size import RaggedSize
 
 if TYPE_CHECKING:
     from tensorloop.packed.types import TensorTypes as _Base
@@ -33,9 +33,9 @@ class Packed(_Base):
         return made
 
     @property
-    def shape(self) -> tuple[int, RaggedSize, *tuple[int, ...]]:
-        """(B, None, *F). What stands for the ragged dim equals None, and refuses to be computed with."""
-        return len(self._dim), RAGGED, *self.values.shape[1:]
+    def shape(self) -> tuple[int, Any, *tuple[int, ...]]:
+        """(B, None, *F). What stands for the ragged dim equals None; torch makes tensors by it, and it is no number."""
+        return len(self._dim), RaggedSize(self._dim), *self.values.shape[1:]
 
     @property
     def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]

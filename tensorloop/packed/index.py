@@ -12,6 +12,7 @@ from tensorloop._common.uploads import upload
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.size import RaggedSize
 
 _ALL = slice(None)
 
@@ -226,6 +227,8 @@ def crop(p: Packed, times: slice) -> Packed:
     def bound(x: Any, default: Tensor) -> Tensor:
         if x is None:
             return default
+        if isinstance(x, RaggedSize) and len(x._dim) == len(lens):  # the size of each row, maybe of another tensor's
+            return torch.minimum(x._dim._host_lens, lens)
         n = arguments.as_int(x)
         return torch.clamp(lens + n, min=0) if n < 0 else torch.clamp(lens, max=n)
 

@@ -8,11 +8,11 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.index import select_rows
 from tensorloop.packed.pointwise import align
-from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.size import EntryCount, RaggedSize
 from tensorloop.packed.time.channels_first import ChannelsFirst
 from tensorloop.packed.time_first import TimeFirst
 
@@ -101,13 +101,15 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     given = kwargs.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if isinstance(given, torch.dtype):
         return input._with(input.values.view(given))
-    sizes: tuple[Any, ...] = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in given)
+    if given and isinstance(given[0], EntryCount):
+        _read_sizes(input, given)
+        return input.values.reshape(len(input.values), *_find_rest(given[1:], prod(input.values.shape[1:])))
+    sizes = _read_sizes(input, given)
     features = input.values.shape[1:]
     if len(sizes) >= 2 and sizes[0] in (len(input._dim), -1) and (sizes[1] is None or sizes[:2] == (sizes[0], -1)):
         rest = sizes[2:]
-        if rest.count(-1) == 1 and (sizes[1] is None and sizes[0] != -1):
-            known = -prod(rest)
-            rest = tuple(prod(features) // known if n == -1 else n for n in rest) if known else rest
+        if sizes[1] is None and sizes[0] != -1:
+            rest = _find_rest(rest, prod(features))
         if prod(rest) == prod(features):
             return input._with(input.values.reshape(len(input.values), *rest))
     elif (
@@ -115,6 +117,21 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     ):
         return input.values.reshape(sizes)
     raise refusal(f"{input.shape} as {sizes}", "keep the first two as (B, None), or merge them with the first as -1")
+
+
+def _find_rest(sizes: Any, total: int) -> tuple[int, ...]:
+    """Sizes with a number for one -1, as torch finds it, also where there are no entries."""
+    known = -prod(sizes)
+    return tuple(total // known if n == -1 else n for n in sizes) if known > 0 else tuple(sizes)
+
+
+def _read_sizes(p: Packed, sizes: Any) -> tuple[Any, ...]:
+    """Sizes with None for the ragged one, which must be that of `p`."""
+    for n in sizes:
+        dim = n._dim if isinstance(n, (RaggedSize, EntryCount)) else n
+        if isinstance(dim, Dim) and not dim.same(p._dim):
+            raise describe_difference(p._dim, dim, f"{p.shape} by a size of other rows")
+    return tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in sizes)
 
 
 @handles("view_as", "reshape_as")
@@ -134,7 +151,7 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     if func.__name__ == "expand_as":
         return input.expand(sizes[0].shape)
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
-    sizes = tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in sizes)
+    sizes = _read_sizes(input, sizes)
     if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
         raise refusal(f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
     return input._with(input.values.expand(-1, *sizes[2:]))

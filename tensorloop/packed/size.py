@@ -1,35 +1,97 @@
-"""What stands for the ragged dim in the shape of a packed tensor: equal to None, and no number."""
+"""What stands for the ragged dim in the shape of a packed tensor: equal to None, and no number.
 
+It holds the `Dim`, so that what torch makes by a size can be made of the same rows (`by_size.py`). No code in C reads a
+number from it but where a slice ends: `__index__` looks at the instruction that asks.
+"""
+
+import dis
+import operator
+import sys
 from collections.abc import Callable
+from numbers import Real
+from types import FrameType
 from typing import Any, NoReturn
+
+from tensorloop._common.faces import late
+from tensorloop.packed.dim import Dim
 
 _WRITE = (
     "the ragged dim of a packed tensor has no one size, as each row has its own; write p.max_len for the longest row, "
-    "p.lens for all of them, p.positions for arange(T) in every row, p.flatten(0, 1) for view(-1, D) and "
-    "PackedTensor(x, p.lens) for the way back, zeros_like(p) for zeros(B, T, D), and batch_first=True for layers"
+    "p.lens for all of them, p.mean(1) for p.sum(1) / T, p.positions for arange(T) in every row, and batch_first=True "
+    "for layers"
 )
+_run = late("packed.by_size", "run")
+
+
+def no_number(name: str, why: str = _WRITE) -> TypeError:
+    """What is said to who takes a ragged size for a number; `name` is what was asked for."""
+    return TypeError(f"{name.strip('_')}: {why}")
 
 
 def _refuses(name: str) -> Callable[..., NoReturn]:
-    def refuse(self: "RaggedSize", *others: Any) -> NoReturn:
-        raise TypeError(f"{name.strip('_')}: {_WRITE}")
+    def refuse(self: Any, *others: Any) -> NoReturn:
+        raise no_number(name)
 
     refuse.__name__, refuse.__doc__ = name, "Refused: there is no number to compute with."
     return refuse
 
 
-class RaggedSize:
+class NoNumber:
+    """A size that depends on lengths. Who computes with it is told what to write."""
+
+    __slots__ = ("_dim",)
+
+    def __init__(self, dim: Dim) -> None:
+        self._dim = dim
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as its dim."""
+        return type(self), (self._dim,)
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """What torch makes by sizes; all else is refused. torch asks here before it says that this is no int."""
+        return _run(func, args, kwargs or {})
+
+    __index__, __int__, __float__, __bool__ = map(_refuses, ("__index__", "__int__", "__float__", "__bool__"))
+    __lt__, __le__, __gt__, __ge__ = map(_refuses, ("__lt__", "__le__", "__gt__", "__ge__"))
+    __add__, __sub__, __mul__, __pow__ = map(_refuses, ("__add__", "__sub__", "__mul__", "__pow__"))
+    __radd__, __rsub__, __rmul__, __rpow__ = map(_refuses, ("__radd__", "__rsub__", "__rmul__", "__rpow__"))
+    __truediv__, __floordiv__, __mod__ = map(_refuses, ("__truediv__", "__floordiv__", "__mod__"))
+    __rtruediv__, __rfloordiv__, __rmod__ = map(_refuses, ("__rtruediv__", "__rfloordiv__", "__rmod__"))
+    __divmod__, __rdivmod__, __neg__, __abs__ = map(_refuses, ("__divmod__", "__rdivmod__", "__neg__", "__abs__"))
+    __round__, __trunc__, __floor__, __ceil__ = map(_refuses, ("__round__", "__trunc__", "__floor__", "__ceil__"))
+
+
+def _compares(name: str) -> Callable[[Any, Any], Any]:
+    compare = getattr(operator, name)
+
+    def run(self: "RaggedSize", other: Any) -> Any:
+        return self._agreed(name, lambda n, m: compare(n, m), other)
+
+    run.__name__, run.__doc__ = name, "Answered where every row gives the same answer; refused where they differ."
+    return run
+
+
+class RaggedSize(NoNumber):
     """The size of a ragged dim in `p.shape`, (B, None, *F): equal to None. Who computes with it is told what to write.
 
-    As None it would be taken in places where a number belongs: `mask[:, :None]` is the whole mask.
-    Raises: TypeError, by arithmetic, order, truth, and every function of Python, NumPy or torch that asks for a number.
+    It is taken where torch makes a tensor by sizes (`torch.zeros(B, T, D)`, `torch.arange(T)`, `x.view(B, T, D)`) and
+    where a slice ends (`table[:, :T]`), as the longest row. `T + 1` is the size of rows that are one longer, `B * T`
+    that of all entries.
+    Raises: TypeError, by all other arithmetic and every function of Python, NumPy or torch that asks for a number, and
+    by `<` and truth where rows differ.
     """
 
     __slots__ = ()
 
     def __eq__(self, other: object) -> bool:
-        """Whether `other` is None, or the size of a ragged dim too: shapes do not tell lengths."""
-        return other is None or isinstance(other, RaggedSize)
+        """Whether `other` is None, the size of equal rows, or the int that is the longest row. Refused of tensors."""
+        if isinstance(other, RaggedSize):
+            return self._dim.same(other._dim)
+        if hasattr(other, "__torch_function__"):  # which has given up: it takes a TypeError for "ask the other side"
+            raise no_number("eq")
+        return other is None or (isinstance(other, int) and not isinstance(other, Dim) and other == self._dim.max_len)
 
     def __hash__(self) -> int:
         """The hash of None, which a ragged size equals."""
@@ -39,22 +101,81 @@ class RaggedSize:
         """As packed tensors are written: (4, *, 3)."""
         return "*"
 
-    def __reduce__(self) -> str:
-        """There is one, `RAGGED`."""
-        return "RAGGED"
+    __lt__, __le__, __gt__, __ge__ = map(_compares, ("__lt__", "__le__", "__gt__", "__ge__"))
 
-    @classmethod
-    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> NoReturn:
-        """Refused: torch asks here before it says in its own words that this is no int."""
-        raise TypeError(f"{getattr(func, '__name__', func)}: {_WRITE}")
+    def __bool__(self) -> bool:
+        """Whether rows have entries, where all have or none has."""
+        return self._agreed("bool", lambda n, m: n > m, 0)
 
-    __index__, __int__, __float__, __bool__ = map(_refuses, ("__index__", "__int__", "__float__", "__bool__"))
-    __lt__, __le__, __gt__, __ge__ = map(_refuses, ("__lt__", "__le__", "__gt__", "__ge__"))
-    __add__, __sub__, __mul__, __pow__ = map(_refuses, ("__add__", "__sub__", "__mul__", "__pow__"))
-    __radd__, __rsub__, __rmul__, __rpow__ = map(_refuses, ("__radd__", "__rsub__", "__rmul__", "__rpow__"))
-    __truediv__, __floordiv__, __mod__ = map(_refuses, ("__truediv__", "__floordiv__", "__mod__"))
-    __rtruediv__, __rfloordiv__, __rmod__ = map(_refuses, ("__rtruediv__", "__rfloordiv__", "__rmod__"))
-    __divmod__, __rdivmod__, __neg__, __abs__ = map(_refuses, ("__divmod__", "__rdivmod__", "__neg__", "__abs__"))
+    def __add__(self, n: Any) -> "RaggedSize":
+        """The size of rows that are `n` entries longer."""
+        if type(n) is not int or n < 0:
+            raise no_number("add")
+        return RaggedSize(self._dim._kept(f"longer by {n}", lambda: self._dim._derive(lambda lens: lens + n)))
+
+    __radd__ = __add__
+
+    def __mul__(self, n: Any) -> "EntryCount":
+        """How many entries there are, where `n` is the number of rows: `B * T`."""
+        if type(n) is not int or n != len(self._dim):
+            raise no_number("mul")
+        return EntryCount(self._dim)
+
+    __rmul__ = __mul__
+
+    def __index__(self) -> int:
+        """The longest row, where a slice ends: `table[:, :T]`. Refused to all who ask for a number."""
+        if not _is_in_slice(sys._getframe(1)):
+            raise no_number("index")
+        return self._dim.max_len
+
+    def _agreed(self, name: str, compare: Callable[[Any, Any], Any], other: Any) -> bool:
+        """What all rows answer, and the longest, which is 0 where there are no rows."""
+        lens = self._dim._host_lens
+        if isinstance(other, RaggedSize) and len(other._dim) == len(lens):
+            answers = compare(lens, other._dim._host_lens).tolist() or [compare(0, 0)]
+        elif isinstance(other, Real) and not isinstance(other, Dim):
+            answers = compare(lens, other).tolist() or [compare(0, other)]
+        else:
+            raise no_number(name)
+        if len(set(answers)) > 1:
+            b = answers.index(not answers[0])
+            raise no_number(name, f"rows 0 and {b}, of {lens[0]} and {lens[b]} entries, answer differently; {_WRITE}")
+        return answers[0]
 
 
-RAGGED = RaggedSize()
+class EntryCount(NoNumber):
+    """The number of entries of all rows, `B * T`: what `view(B * T, D)` takes, and no number."""
+
+    __slots__ = ()
+
+    def __eq__(self, other: object) -> bool:
+        """Whether `other` is as many. Refused of tensors."""
+        if hasattr(other, "__torch_function__") and not isinstance(other, EntryCount):
+            raise no_number("eq")
+        return self._dim.total == (other._dim.total if isinstance(other, EntryCount) else other)
+
+    def __hash__(self) -> int:
+        """By their number."""
+        return hash(self._dim.total)
+
+    def __repr__(self) -> str:
+        """The product, as it is written."""
+        return "B * *"
+
+
+_GETS = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"})
+_SLICES = frozenset({"BINARY_SLICE", "STORE_SLICE"})
+_MAKES = frozenset({"BUILD_SLICE", "BUILD_TUPLE"})
+_SUBSCRIPT = 26  # the operand of BINARY_OP, from Python 3.14 on
+
+
+def _is_in_slice(frame: FrameType) -> bool:
+    """Whether the frame's instruction is x[a:b] or x[.., a:b], and neither a call nor x[i]: there no row has an i."""
+    code, at = frame.f_code.co_code, frame.f_lasti
+    name = dis.opname[code[at]]
+    if name in _SLICES:
+        return True
+    if name in _GETS or (name == "BINARY_OP" and code[at + 1] == _SUBSCRIPT):
+        return at >= 2 and dis.opname[code[at - 2]] in _MAKES
+    return False

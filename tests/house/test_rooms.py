@@ -164,6 +164,7 @@ LATE_DOORS = {
     "__init__": {"f'{__name__}.{name}'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
+    "packed.size": {"'packed.by_size'"},
     "packed.time_first": {"'attention.multihead'"},
     "tensor_array.array": {"'tensor_array.show'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda

@@ -1,0 +1,218 @@
+"""What torch makes by sizes, where one of them is ragged: a packed tensor, or an ordinary one of the longest row.
+
+Sizes (B, T, *F) of B rows give a packed tensor. In all other places, (T, *F), (1, T, *F), (B, H, T, T), a ragged size
+is the longest row: that is the tensor that broadcasts against packed ones, each row of which takes the beginning. So
+only what every row would begin with is made: numbers that depend on the length of a row (`linspace(0, 1, T)`, or the T
+in `full((B,), T)`) are refused, as is what is not in the table.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.errors import Fact, WrongValue
+from tensorloop.packed import segments
+from tensorloop.packed.base import Packed, refusal
+from tensorloop.packed.dim import Dim
+from tensorloop.packed.size import EntryCount, NoNumber, RaggedSize, no_number
+from tensorloop.packed.tensor import PackedTensor
+
+_TABLE: dict[str, Callable[..., Any]] = {}
+
+
+def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What the torch function `func` gives for arguments one of which is a ragged size."""
+    name = getattr(func, "__name__", str(func))
+    if name not in _TABLE:
+        raise no_number(name)
+    try:
+        return _TABLE[name](func, *args, **kwargs)
+    except Fact as fact:
+        raise fact.named(name) from fact.__cause__
+
+
+def takes_sizes(*names: str) -> Any:
+    """Puts a function into the table: it is called with the torch function and its arguments."""
+
+    def add(handler: Callable[..., Any]) -> Callable[..., Any]:
+        _TABLE.update(dict.fromkeys(names, handler))
+        return handler
+
+    return add
+
+
+def _as_list(sizes: tuple[Any, ...]) -> list[Any]:
+    """The sizes of `f(2, T)` and of `f((2, T))`."""
+    return list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], Sequence) else sizes)
+
+
+def _refuse_numbers(func: Any, *given: Any) -> None:
+    if any(isinstance(x, NoNumber) for x in given):
+        raise no_number(func.__name__)
+
+
+def _as_numbers(sizes: list[Any]) -> list[int]:
+    """With the longest row, or the number of entries, for those that are none."""
+    return [
+        n._dim.max_len if isinstance(n, RaggedSize) else n._dim.total if isinstance(n, EntryCount) else n for n in sizes
+    ]
+
+
+def _find_rows(sizes: list[Any]) -> Dim | None:
+    """The dim of a packed tensor of these sizes: (B, T, *F), of which F are numbers."""
+    if len(sizes) < 2 or not isinstance(sizes[1], RaggedSize) or any(isinstance(n, NoNumber) for n in sizes[2:]):
+        return None
+    dim = sizes[1]._dim
+    return dim if not isinstance(sizes[0], NoNumber) and sizes[0] == len(dim) else None
+
+
+def _pack(values: Tensor, dim: Dim) -> Packed:
+    return PackedTensor(values, dim.to(values.device))
+
+
+def _make(sizes: list[Any], make: Callable[[list[int]], Tensor]) -> Any:
+    """What `make` makes of sizes that are numbers: values where it is packed."""
+    dim = _find_rows(sizes)
+    return make(_as_numbers(sizes)) if dim is None else _pack(make([dim.total, *sizes[2:]]), dim)
+
+
+@takes_sizes("zeros", "ones", "empty", "rand", "randn")
+def _fill(func: Any, *sizes: Any, **kwargs: Any) -> Any:
+    given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
+    _refuse_numbers(func, *kwargs.values())
+    return _make(given, lambda numbers: func(numbers, **kwargs))
+
+
+@takes_sizes("new_zeros", "new_ones", "new_empty")
+def _fill_as(func: Any, input: Any, *sizes: Any, **kwargs: Any) -> Any:
+    given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
+    _refuse_numbers(func, *kwargs.values())
+    return _make(given, lambda numbers: func(input, numbers, **kwargs))
+
+
+@takes_sizes("full")
+def _full(func: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
+    _refuse_numbers(func, fill_value, *kwargs.values())
+    return _make(list(size), lambda numbers: func(numbers, fill_value, **kwargs))
+
+
+@takes_sizes("new_full")
+def _full_as(func: Any, input: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
+    _refuse_numbers(func, fill_value, *kwargs.values())
+    return _make(list(size), lambda numbers: func(input, numbers, fill_value, **kwargs))
+
+
+@takes_sizes("randint")
+def _draw(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """randint([low,] high, size)"""
+    *bounds, size = (*args, kwargs.pop("size")) if "size" in kwargs else args
+    _refuse_numbers(func, *bounds, *kwargs.values())
+    return _make(list(size), lambda numbers: func(*bounds, numbers, **kwargs))
+
+
+@takes_sizes("arange")
+def _count(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """As far as the longest row, from a start and by steps that are the same for every row."""
+    given = [*args, kwargs.pop("end")] if "end" in kwargs else list(args)
+    start, end, step = [0, *given, 1] if len(given) == 1 else [*given, 1][:3]
+    start, step = kwargs.pop("start", start), kwargs.pop("step", step)
+    _refuse_numbers(func, start, step, *kwargs.values())
+    if not isinstance(end, RaggedSize) or step <= 0:
+        raise no_number(func.__name__)
+    return func(start, end._dim.max_len, step, **kwargs)
+
+
+@takes_sizes("eye")
+def _eye(func: Any, n: Any, m: Any = None, **kwargs: Any) -> Any:
+    return func(*_as_numbers([n] if m is None else [n, m]), **kwargs)
+
+
+@takes_sizes("one_hot")
+def _one_hot(func: Any, tensor: Any, num_classes: Any) -> Any:
+    return func(tensor, *_as_numbers([num_classes]))
+
+
+@takes_sizes("narrow")
+def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
+    _refuse_numbers(func, dim, start)
+    return func(input, dim, start, *_as_numbers([length]))
+
+
+@takes_sizes("view", "reshape")
+def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+    """Of the entries one after another, (N, ...) as (B, T, *F), a packed tensor; of a padded tensor a padded one."""
+    given = list(kwargs["shape"]) if "shape" in kwargs else _as_list(sizes)
+    dim = _find_rows(given)
+    if dim is not None and input.dim() and _is_flat(input, given[2:], dim):
+        return _pack(func(input, (dim.total, *_find_features(input, given[2:], dim))), dim)
+    if isinstance(given[0], EntryCount) and input.numel() != prod(given[1:]) * given[0]._dim.total:
+        return func(input, (len(given[0]._dim) * given[0]._dim.max_len, *given[1:]))  # padded
+    return func(input, _as_numbers(given))
+
+
+def _is_flat(x: Tensor, features: list[int], dim: Dim) -> bool:
+    """Whether x has the entries of the rows and no padding; where all rows are of one length, that is the same."""
+    if -1 in features:
+        return len(x) == dim.total or (x.dim() > 1 and x.shape[0] * x.shape[1] == dim.total)
+    return x.numel() == dim.total * prod(features)
+
+
+def _find_features(x: Tensor, features: list[int], dim: Dim) -> list[int]:
+    """Without -1, which torch does not find where there are no entries."""
+    known = -prod(features)
+    if -1 not in features or known <= 0:
+        return features
+    inner = prod(x.shape[1:]) if len(x) == dim.total else prod(x.shape[2:])
+    return [inner // known if n == -1 else n for n in features]
+
+
+@takes_sizes("unflatten")
+def _unflatten(func: Any, input: Tensor, dim: int, sizes: Any) -> Any:
+    given = list(sizes)
+    if dim % input.dim() == 0 and _find_rows(given) is not None and len(given) == 2:
+        return _view(torch.reshape, input, (*given, *input.shape[1:]))
+    return func(input, dim, _as_numbers(given))
+
+
+@takes_sizes("expand", "broadcast_to")
+def _expand(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+    """(B, T, *F): packed, each row with what its entries would see of the padded tensor."""
+    given = list(kwargs["size"]) if "size" in kwargs else _as_list(sizes)
+    if given and given[0] == -1 and len(given) == input.dim():
+        given[0] = input.shape[0]
+    if (dim := _find_rows(given)) is None:
+        return func(input, _as_numbers(given))
+    before = input[(None,) * max(len(given) - input.dim(), 0)]
+    features = [k if n == -1 else n for n, k in zip(given[2:], before.shape[2:], strict=True)]
+    return _cut(before.expand(-1, -1, *features), dim)
+
+
+def _cut(x: Tensor, dim: Dim) -> Packed:
+    """(B or 1, T or 1, *F) as packed rows of `dim`, each of which has the beginning."""
+    rows, steps = len(dim), dim.max_len
+    if x.shape[0] not in (1, rows) or x.shape[1] not in (1, steps):
+        raise WrongValue(f"{tuple(x.shape)} does not expand to {rows} rows, the longest of {steps} entries")
+    dim = dim.to(x.device)
+    if x.shape[1] == 1:
+        return _pack(segments.spread(x[:, 0].expand(rows, *x.shape[2:]), dim._offsets, dim.total), dim)
+    return _pack(segments.pack(x.expand(rows, *x.shape[1:]), dim._offsets, dim.total), dim)
+
+
+@takes_sizes("repeat", "tile")
+def _repeat(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
+    """One entry as often as each row is long."""
+    given = _as_list(tuple(kwargs.values()) or sizes)
+    whole = input[(None,) * max(len(given) - input.dim(), 0)]
+    given = [*[1] * (whole.dim() - len(given)), *given]
+    for n, size in zip(given, whole.shape, strict=True):
+        if isinstance(n, EntryCount) or (isinstance(n, RaggedSize) and size != 1):
+            raise refusal(
+                f"{size} entries as often as a row is long",
+                "a dim that is repeated by a ragged size must have size 1; x.repeat_interleave(p.lens, 0) repeats rows",
+            )
+    sizes_after = [n if isinstance(n, RaggedSize) else n * size for n, size in zip(given, whole.shape, strict=True)]
+    plain = whole.repeat([1 if isinstance(n, RaggedSize) else n for n in given])
+    return _expand(torch.broadcast_to, plain, sizes_after)
