@@ -11,11 +11,17 @@ def pack_documents(problem: Problem) -> Orders:
 
     Where none fits, the one that touches the fewest more blocks, and of those the one that ends nearest to a border.
     """
-    lens, size = problem.graph.lens, problem.size
+    lens = problem.graph.lens
     if lens is None:
         raise WrongValue("this method orders documents, and the graph has none; make it by Graph.from_documents")
-    sizes = lens.tolist()
     starts = (lens.cumsum(0) - lens).tolist()
+    sizes = lens.tolist()
+    pieces = [torch.arange(starts[i], starts[i] + sizes[i], device="cpu") for i in best_fit(sizes, problem.size)]
+    return (torch.cat(pieces).to(torch.int32) if pieces else torch.empty(0, dtype=torch.int32, device="cpu"),)
+
+
+def best_fit(sizes: list[int], size: int) -> list[int]:
+    """Numbers of the pieces in the order in which they are laid into blocks of `size`, as `pack_documents` says."""
     left = sorted(range(len(sizes)), key=lambda i: (-sizes[i], i))
     chosen: list[int] = []
     at = 0
@@ -29,8 +35,7 @@ def pack_documents(problem: Problem) -> Orders:
         left.remove(document)
         chosen.append(document)
         at += sizes[document]
-    pieces = [torch.arange(starts[i], starts[i] + sizes[i], device="cpu") for i in chosen]
-    return (torch.cat(pieces).to(torch.int32) if pieces else torch.empty(0, dtype=torch.int32, device="cpu"),)
+    return chosen
 
 
 def _more_blocks(length: int, first: int, size: int) -> int:

@@ -12,6 +12,7 @@ from tensorloop.ordering.problem import Orders, Problem, read_problem
 from tensorloop.ordering.report import bound_below
 
 _NEAR = 2  # times the lower bound: where the natural order leaves no more, what takes long is not tried
+_FEW, _SHORT = 1 << 21, 100_000  # pairs of blocks up to which `best` tries so many swaps by itself
 _EMBEDDED = 1 << 22  # edges up to which `best` looks at the spectrum although there are coordinates
 
 
@@ -229,6 +230,8 @@ def slabs(graph: Any, *, coords: Any = None, block_size: int = 128, effort: floa
 def rcm(graph: Any, *, block_size: int = 128) -> Ordering:
     """Orders positions breadth first from an end of the graph, reversed (reverse Cuthill-McKee); no coordinates needed.
 
+    Some ends and some orders among nodes of equal degrees are tried, and components are packed into blocks.
+
     Args:
         graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
         block_size: int, default 128: positions in a block.
@@ -245,14 +248,15 @@ def rcm(graph: Any, *, block_size: int = 128) -> Ordering:
         (58, 22)
     """
     problem = read_problem(graph, None, block_size)
-    return Ordering(problem, walks.breadth_first(problem), "rcm")
+    return Ordering(problem, problem.best_of(walks.breadth_first(problem)), "rcm")
 
 
 @named("spectral")
 def spectral(graph: Any, *, block_size: int = 128, effort: float = slab_search.EFFORT) -> Ordering:
     """Orders positions by eigenvectors of the graph's Laplacian; no coordinates needed.
 
-    The eigenvectors serve as coordinates, which are cut into slabs or halved, whichever leaves fewer blocks.
+    The eigenvectors serve as coordinates, which are cut into slabs or halved; or each half gets its own (spectral
+    bisection). The result is what leaves the fewest blocks.
 
     Args:
         graph: the mask: a `Graph`, or a sparse matrix (N, M) of torch or scipy.
@@ -355,7 +359,7 @@ METHODS: dict[str, Callable[[Problem], list[Orders]]] = {
     "moore": lambda problem: [curves.along_moore(problem)],
     "patches": lambda problem: _patches(problem),
     "slabs": lambda problem: [slab_search.search_slabs(problem)],
-    "rcm": lambda problem: [walks.breadth_first(problem)],
+    "rcm": walks.breadth_first,
     "spectral": lambda problem: walks.by_spectrum(problem, slab_search.EFFORT / (8 if problem.graph.coords else 1)),
     "metis": lambda problem: [walks.by_metis(problem)],
 }
@@ -369,7 +373,7 @@ def best(
     mask_mod: Any = None,
     shape: int | tuple[int, int] | None = None,
     block_size: int = 128,
-    moves: int = 0,
+    moves: int | None = None,
     methods: tuple[str, ...] | list[str] | None = None,
     seed: int = 0,
     progress: bool = False,
@@ -387,8 +391,8 @@ def best(
         mask_mod: the mask as `mask_mod(b, h, q, kv)`, as for flex_attention, in place of `graph`.
         shape: of `mask_mod`: N, or (N, M) where queries and keys differ; by default as many as `coords`.
         block_size: int, default 128: positions in a block.
-        moves: int, default 0: swaps that a search tries afterwards, about 2 million a second; the result is the same
-            each time.
+        moves: int: swaps that a search tries afterwards, about 2 million a second; the result is the same each time.
+            None: 100,000 where the graph is all that is known and its blocks are few, else 0.
         methods: names of those to try, such as ["hilbert", "rcm"]. None: all that apply and are quick; "metis" is tried
             only by name.
         seed: int, default 0, of the search.
@@ -424,8 +428,16 @@ def best(
             shape = len(coords)
         graph = facts_of(Graph.from_mask_mod)(mask_mod, read_shape(shape, "shape"))
     problem = read_problem(as_graph(graph, "graph"), coords, block_size)
-    moves = _read_moves(moves)
-    name, orders = _choose(problem, _applicable(problem) if methods is None else _read_methods(methods))
+    names = _applicable(problem) if methods is None else _read_methods(methods)
+    # Walks through a graph decide by chance between nodes alike: a short search is worth more than any one of them.
+    short = (
+        methods is None
+        and "spectral" in names
+        and not problem.graph.coords
+        and 2 * (problem.rows + problem.columns) ** 2 <= _FEW
+    )
+    moves = (_SHORT if short else 0) if moves is None else _read_moves(moves)
+    name, orders = _choose(problem, names)
     found = swap_search.improve(problem, orders, moves, seed, progress) if moves else orders
     return Ordering(problem, found, name if found is orders else f"{name} + search")
 

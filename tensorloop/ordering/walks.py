@@ -6,30 +6,83 @@ import torch
 from torch import Tensor
 
 from tensorloop.kernels.cpu import graph_walks
+from tensorloop.ordering.documents import best_fit
 from tensorloop.ordering.problem import Orders, Problem
 from tensorloop.ordering.slab_search import EFFORT, search_slabs
 
 _SMALL = 192  # nodes of the coarsest graph, whose eigenvectors are computed at once
+_SEEDS = 4  # ways to break ties that are tried, as many as there is time for
+_READ = 1 << 22  # edges: a graph of more is read once for each kind of walk, and is not halved again and again
 _ROUNDS = 12  # averages over neighbours on each finer graph
 _GUARDS = 2  # vectors beyond those that are wanted, which the wanted ones converge faster beside
 
 
-def breadth_first(problem: Problem) -> Orders:
-    """Reverse Cuthill-McKee, on queries and keys together."""
-    return problem.split(graph_walks.cuthill_mckee(*problem.graph.undirected))
+def breadth_first(problem: Problem) -> list[Orders]:
+    """Reverse Cuthill-McKee, on queries and keys together, from ends and from lowest degrees; components are packed.
+
+    Which of the nodes of equal degrees comes first is worth a few per cent of the blocks: some ways are tried.
+    """
+    graph = problem.graph.undirected
+    seeds = (None, *range(min(_SEEDS, _READ // max(len(graph[1]), 1))))
+    orders = [graph_walks.cuthill_mckee(*graph, ends, seed) for seed in seeds for ends in (True, False)]
+    labels, number = graph_walks.label_components(*graph)
+    if number > 1:
+        orders += [_pack_components(order, labels, problem.size) for order in orders]
+    return [problem.split(order) for order in orders]
+
+
+def _pack_components(order: Tensor, labels: Tensor, size: int) -> Tensor:
+    """An order in which components are one behind the other, with components that fill blocks together as neighbours.
+
+    None keeps its place for what it sees: between two components there are no edges.
+    """
+    lens = torch.bincount(labels[order.long()])
+    chosen = torch.tensor(best_fit(lens.tolist(), size), device="cpu")
+    rank = torch.empty_like(chosen)
+    rank[chosen] = torch.arange(len(chosen), device="cpu")
+    return order[rank[labels[order.long()]].argsort(stable=True)]
 
 
 def by_spectrum(problem: Problem, effort: float = EFFORT) -> list[Orders]:
-    """The smoothest functions on the graph as coordinates: two cut into slabs, three halved."""
-    points = embed(problem.graph.undirected, 3)
-    n = problem.graph.shape[0]
-    pair = (points,) if problem.graph.is_square else (points[:n], points[n:])
-    return [search_slabs(problem, tuple(x[:, :2] for x in pair), effort), tuple(_bisect(x, problem.size) for x in pair)]
+    """The smoothest functions on the graph as coordinates: two cut into slabs, three halved; or by halves alone."""
+    pair = _points(problem)
+    slabs = search_slabs(problem, tuple(x[:, :2] for x in pair), effort)
+    return [slabs, tuple(_bisect(x, problem.size) for x in pair), *_by_halves(problem)]
 
 
 def compact(problem: Problem) -> Orders:
     """Blocks as round as the graph has them, if not the fewest: where a search finds what slabs hide from it."""
-    return by_spectrum(problem, 0)[1]
+    return tuple(_bisect(x, problem.size) for x in _points(problem))
+
+
+def _points(problem: Problem) -> tuple[Tensor, ...]:
+    """The coordinates of all positions, or of queries and of keys."""
+    points, n = embed(problem.graph.undirected, 3), problem.graph.shape[0]
+    return (points,) if problem.graph.is_square else (points[:n], points[n:])
+
+
+def _by_halves(problem: Problem) -> list[Orders]:
+    """Spectral bisection: each part is halved along the smoothest function on itself, into whole blocks.
+
+    None where queries and keys are of two kinds, as a half of both is not one of either, and where the graph is large.
+    """
+    graph = problem.graph.undirected
+    if not problem.graph.is_square or len(graph[1]) * problem.rows.bit_length() > 4 * _READ:
+        return []
+    order = torch.empty(len(graph[0]) - 1, dtype=torch.int64, device="cpu")
+    open_parts = [(torch.arange(len(order), device="cpu"), graph, 0)]
+    while open_parts:
+        nodes, part, at = open_parts.pop()
+        blocks = -(-len(nodes) // problem.size)
+        if blocks <= 1:
+            order[at : at + len(nodes)] = nodes
+            continue
+        left = blocks // 2 * problem.size
+        along = embed(part, 1)[:, 0].argsort(stable=True)
+        for chosen, begin in ((along[left:], at + left), (along[:left], at)):
+            chosen = chosen.sort().values
+            open_parts.append((nodes[chosen], graph_walks.take_nodes(*part, chosen), begin))
+    return [problem.split(order)]
 
 
 def _bisect(points: Tensor, size: int) -> Tensor:

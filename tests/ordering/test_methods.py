@@ -7,11 +7,16 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import reference
+from tensorloop.kernels.cpu.graph_walks import cuthill_mckee
 from tensorloop.ordering import Graph, Ordering, curves
+from tensorloop.ordering.graph import as_graph
 from tensorloop.ordering.methods import METHODS
+from tensorloop.ordering.problem import read_problem
+from tensorloop.ordering.walks import breadth_first, by_spectrum
 from tests.support.ordering_cases import dense, points, random_mask, shuffled_band
 
 ordering = tl.ordering
@@ -263,3 +268,44 @@ def test_what_is_refused(call, error: type[Exception], text: str):
     with pytest.raises(error) as caught:
         call()
     assert text in str(caught.value)
+
+
+def small_world(n: int, near: int, share: float, seed: int) -> Tensor:
+    """(N, N) bool, as Watts & Strogatz 1998 make it: a ring whose edges go elsewhere now and then, in random order."""
+    generator = torch.Generator().manual_seed(seed)
+    i = torch.arange(n).repeat_interleave(near)
+    j = (i + torch.arange(1, near + 1).repeat(n)) % n
+    elsewhere = torch.rand(len(i), generator=generator) < share
+    j = torch.where(elsewhere, torch.randint(n, (len(i),), generator=generator), j)
+    p = torch.randperm(n, generator=generator)
+    mask = torch.eye(n, dtype=torch.bool)
+    mask[p[i], p[j]] = mask[p[j], p[i]] = True
+    return mask
+
+
+@pytest.mark.parametrize("seed", range(3))
+def test_best_leaves_no_more_blocks_than_halves_or_walks(seed: int):
+    """Ties broken in any other way are no better either: a short search is behind them."""
+    mask = small_world(600, 3, 0.05, seed)
+    found = ordering.best(mask.to_sparse(), block_size=32)
+    check(found)
+    problem = read_problem(as_graph(mask.to_sparse(), "graph"), None, 32)
+    graph = problem.graph.undirected
+    walks_tried = [problem.split(cuthill_mckee(*graph, ends, tie)) for ends in (True, False) for tie in range(10, 20)]
+    others = [*walks_tried, *by_spectrum(problem), *breadth_first(problem)]
+    assert found.blocks <= min(map(problem.count, others))
+
+
+def test_components_that_fill_blocks_together_are_neighbours():
+    """Of sizes 24, 8, 24, 8, ... each pair has a block of 32 for itself."""
+    sizes = [24] * 5 + [8] * 5
+    mask = torch.block_diag(*(torch.ones(n, n) for n in sizes)).bool()
+    assert ordering.natural(mask.to_sparse(), block_size=32).blocks == 9
+    assert ordering.rcm(mask.to_sparse(), block_size=32).blocks == 5
+
+
+def test_the_short_search_can_be_left_out():
+    mask = small_world(600, 3, 0.05, 0).to_sparse()
+    alone, found = ordering.best(mask, block_size=32, moves=0), ordering.best(mask, block_size=32)
+    assert found.blocks < alone.blocks
+    assert found.method == f"{alone.method} + search"

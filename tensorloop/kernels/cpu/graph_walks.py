@@ -15,10 +15,18 @@ from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import array
 
 
-def cuthill_mckee(indptr: Tensor, indices: Tensor) -> Tensor:
-    """(N,) int32: a symmetric graph's nodes, component by component, breadth first from an end of each, reversed."""
-    order = torch.empty(len(indptr) - 1, dtype=torch.int32, device="cpu")
-    _cuthill_mckee(array(indptr), array(indices), array(order))
+def cuthill_mckee(indptr: Tensor, indices: Tensor, from_ends: bool = True, seed: int | None = None) -> Tensor:
+    """(N,) int32: a symmetric graph's nodes, component by component, breadth first and reversed.
+
+    Each component is begun at an end of it, or with `from_ends=False` at its node of the lowest degree, the component
+    of the lowest first. Nodes of equal degrees go by their numbers, or with a seed at random.
+    """
+    order, n = torch.empty(len(indptr) - 1, dtype=torch.int32, device="cpu"), len(indptr) - 1
+    keys = indptr.diff()
+    if seed is not None:
+        keys = keys * n + torch.randperm(n, generator=torch.Generator("cpu").manual_seed(seed), device="cpu")
+    roots = torch.arange(n, device="cpu") if from_ends else keys.argsort(stable=True)
+    _cuthill_mckee(*map(array, (indptr, indices, keys, roots, order)), 8 if from_ends else 0)
     return order.flip(0)
 
 
@@ -71,8 +79,8 @@ def merge_nodes(
 
 
 @compiled
-def _walk(root: int, indptr: Any, indices: Any, order: Any, begin: int, mark: Any, stamp: int, degrees: Any) -> Any:
-    """Nodes reached from `root` into order[begin:], nearest first, of a parent the lowest degree first.
+def _walk(root: int, indptr: Any, indices: Any, order: Any, begin: int, mark: Any, stamp: int, keys: Any) -> Any:
+    """Nodes reached from `root` into order[begin:], nearest first, of a parent the lowest key first.
 
     Gives where they end, and where the last layer begins.
     """
@@ -93,30 +101,29 @@ def _walk(root: int, indptr: Any, indices: Any, order: Any, begin: int, mark: An
                 end += 1
         if end - first > 1:
             found = order[first:end].copy()
-            order[first:end] = found[np.argsort(degrees[found], kind="mergesort")]
+            order[first:end] = found[np.argsort(keys[found], kind="mergesort")]
     return end, layer
 
 
 @compiled
-def _cuthill_mckee(indptr: Any, indices: Any, order: Any) -> None:
+def _cuthill_mckee(indptr: Any, indices: Any, keys: Any, roots: Any, order: Any, rounds: int) -> None:
     """Cuthill & McKee 1969, from an end by George & Liu 1979: the lowest degree of the last layer, repeatedly."""
     n = len(indptr) - 1
-    degrees = indptr[1:] - indptr[:-1]
     done, mark = np.zeros(n, np.bool_), np.full(n, -1, np.int64)
     begin, stamp = 0, 0
-    for first in range(n):
+    for first in roots:
         if done[first]:
             continue
         root, depth = first, -1
-        for _ in range(8):
-            end, layer = _walk(root, indptr, indices, order, begin, mark, stamp, degrees)
+        for _ in range(rounds):
+            end, layer = _walk(root, indptr, indices, order, begin, mark, stamp, keys)
             stamp += 1
             if layer - begin <= depth:
                 break
             depth = layer - begin
             last = order[layer:end]
-            root = last[np.argmin(degrees[last])]
-        end, _ = _walk(root, indptr, indices, order, begin, mark, stamp, degrees)
+            root = last[np.argmin(keys[last])]
+        end, _ = _walk(root, indptr, indices, order, begin, mark, stamp, keys)
         stamp += 1
         for a in range(begin, end):
             done[order[a]] = True
