@@ -109,10 +109,14 @@ INNER = {
     "compiler.emitter.ir": _CONTRACTS,
     "compiler.emitter.lower": {*_CONTRACTS, "compiler.emitter.ir"},
     "compiler.emitter.write": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
+    "compiler.emitter.device": {
+        *_CONTRACTS,
+        *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
+    },
     "compiler.targets": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower", "compiler.targets.cpu"},
     "compiler.targets.cpu": {
         *(*_CONTRACTS, "compiler.targets.given"),
-        *("compiler.graph", "compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
+        *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write", "compiler.emitter.lowered"),
     },
     "compiler.targets.ptx": {*_CONTRACTS, "compiler.targets.cpu"},
     "packed.time": {
@@ -150,7 +154,8 @@ INNER_DOORS = {
     ),
     *("compiler.emitter.lower.pointwise", "compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
     *(f"compiler.targets.{name}" for name in ("given", "cpu.cache", "cpu.host", "cpu.target")),
-    *(f"compiler.emitter.write.{name}" for name in ("bounds", "function", "rows")),
+    *(f"compiler.emitter.write.{name}" for name in ("bounds", "factorings", "function", "fuse", "in_order", "matmul")),
+    *(f"compiler.emitter.write.{name}" for name in ("matrices", "memory", "rows", "scratch", "walk_body")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *(f"packed.time.{name}" for name in ("channels_first", "convolution", "padding", "pooling", "resampling")),
     *("packed.time.spectrum", "packed.time.statistics"),

@@ -231,13 +231,13 @@ class Math(Arithmetic):
 
     def sin(self, x: Value) -> Value:
         """The sine."""
-        return self._beyond("llvm.sin", x, self._sine(x, 0))
+        return self.beyond("llvm.sin", x, self._sine(x, 0))
 
     def cos(self, x: Value) -> Value:
         """The cosine."""
-        return self._beyond("llvm.cos", x, self._sine(x, 1))
+        return self.beyond("llvm.cos", x, self._sine(x, 1))
 
-    def _beyond(self, name: str, x: Value, made: Value) -> Value:
+    def beyond(self, name: str, x: Value, made: Value) -> Value:
         """`made` and, in lanes beyond FAR, what the C library says, which knows enough digits of pi."""
         code, far = self.code, self.compare("gt", self.abs(x), self.like(x, FAR))
         some = far

@@ -40,11 +40,11 @@ from tensorloop.compiler.emitter.write.matrices import Matrices, work_of
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
+from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported
 
-LINE = 64  # bytes; buffers begin at such
 MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length
 RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
 
@@ -105,7 +105,7 @@ class LoopWriter:
         self.stored = find_stored(self.units, kept)
         self.packed = plan_panels(self.units, target)
         self.checks = self._checks()
-        work = [_operations(unit) for unit in self.units]
+        work = [operations_of(unit) for unit in self.units]
         self.work = sum(work)
         # One thread does a step that calls torch, whose operations have threads of their own.
         self.calls = any(isinstance(unit, CallOut) for unit in self.units)
@@ -138,44 +138,23 @@ class LoopWriter:
             raise Unsupported(f"{len(found)} operations that fail where a matrix is singular")
         return tuple(found)
 
-    def _lives(self) -> dict[Region, tuple[int, int]]:
-        """The first and the last unit that each scratch buffer is there for."""
-        lives: dict[Region, tuple[int, int]] = {}
-        for n, unit in enumerate(self.units):
-            arrays = [*unit.reads(), *unit.writes()]
-            moved = [self.packed[a].buffer for a in arrays if a in self.packed]
-            moved += [unit.work] if isinstance(unit, Matrix) and unit.work is not None else []
-            for buffer in (*(a.buffer for a in arrays), *moved):
-                if self._grows(buffer):
-                    continue
-                if buffer.kind == "scratch" and (buffer in self.stored or buffer in moved):
-                    lives[buffer] = lives.get(buffer, (n, n))[0], n
-        # The condition is read behind the last unit: nothing may have taken its memory by then.
-        if self.step.going is not None and self.step.going.buffer in lives:
-            lives[self.step.going.buffer] = lives[self.step.going.buffer][0], len(self.units)
-        return lives
-
     def _place(self) -> tuple[dict[Region, int], int]:
-        """Offsets of scratch buffers: those that are not needed at one time share memory."""
-        lives, end = self._lives(), sum(2 * self._room(self.step.next[n].buffer) for n in self.pairs)
-        places: dict[Region, int] = {}
-        for buffer, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
-            busy = sorted(
-                (places[other], places[other] + self._room(other))
-                for other, (a, b) in lives.items()
-                if other in places and a <= last and first <= b
-            )
-            at = end
-            for low, high in busy:
-                if at + self._room(buffer) <= low:  # the first gap that it fits into, largest buffers first
-                    break
-                at = max(at, high)
-            places[buffer] = at
-        total = max((place + self._room(buffer) for buffer, place in places.items()), default=end)
+        """Offsets of scratch buffers, and how much there is of it."""
+        end = sum(2 * self._room(self.step.next[n].buffer) for n in self.pairs)
+        places, total = place_scratch(self._lives(), end, self._room)
         return places, max(total, LINE)
 
+    def _lives(self) -> dict[Region, tuple[int, int]]:
+        return find_lives(self.units, self.stored, self._moved, self.step.going)
+
+    def _moved(self, unit: Unit) -> list[Region]:
+        """Scratch that a unit needs beside its arrays: panels, and a place to work in."""
+        arrays = [*unit.reads(), *unit.writes()]
+        moved = [self.packed[a].buffer for a in arrays if a in self.packed]
+        return [*moved, *([unit.work] if isinstance(unit, Matrix) and unit.work is not None else [])]
+
     def _room(self, buffer: Region) -> int:
-        return _line(buffer.bytes) + self.gap
+        return line(buffer.bytes) + self.gap
 
     # text
 
@@ -477,11 +456,8 @@ class _Pointers(dict[Region, str]):
         return self.names[buffer.kind, buffer.index]
 
 
-def _line(size: int) -> int:
-    return -(-max(size, 1) // LINE) * LINE
-
-
-def _operations(unit: Unit) -> int:
+def operations_of(unit: Unit) -> int:
+    """How much a unit does in a step, roughly."""
     if isinstance(unit, Matmul):
         return 2 * unit.out.numel * unit.a.shape[-1]
     if isinstance(unit, Matrix):

@@ -12,14 +12,11 @@ from torch import Tensor, fx
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.failures import Failure, failure
 from tensorloop.compiler.emitter.ir.machine import Machine
-from tensorloop.compiler.emitter.lower import convolution, indexing, matrices, movement, numbers, reductions, special
-from tensorloop.compiler.emitter.lower.calling import may_call
-from tensorloop.compiler.emitter.lower.lowering import LoweredStep, lower
-from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
+from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
-from tensorloop.compiler.graph.core_operations import in_core_operations
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.cpu import cache, threads
@@ -33,26 +30,6 @@ LINE = 64
 STATUS = 5  # words: steps done, whether an index was wrong, which matrix failed, two for calls of torch
 CHECKED = 3  # calls of a core whose tensors are looked at
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
-_HANDLED_IN = (
-    convolution,
-    indexing,
-    matrices,
-    movement,
-    numbers,
-    reductions,
-    special,
-)  # each puts its own into HANDLERS when imported
-
-
-def lowered(step: Step) -> LoweredStep:
-    """Returns the step's kernels. What torch does of an operation that is taken apart, it does of the whole of it."""
-    whole = set[fx.Node]()
-    while True:
-        found = lower(in_core_operations(step, whole), HANDLERS)
-        more = {n for part in found.called if (n := part.meta.get("part_of")) is not None and may_call(n)} - whole
-        if not more:
-            return found
-        whole |= more
 
 
 def text_of(step: Step, target: Machine) -> tuple[LoweredStep, LoopText]:

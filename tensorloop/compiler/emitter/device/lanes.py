@@ -1,0 +1,167 @@
+"""How a group's lanes share a unit: which elements each has, and the loop over them."""
+
+import dataclasses
+import math
+from collections.abc import Callable, Sequence
+
+from tensorloop.compiler.emitter.device.devices import WARP
+from tensorloop.compiler.emitter.ir.code import Code, Index
+from tensorloop.compiler.emitter.ir.kernels import Matmul, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+from tensorloop.compiler.emitter.write.walk_body import order_of
+
+TALL = 8  # rows of a product that a lane does at once: each element of b is read once for them
+LONG = 16  # elements of a reduction that several lanes share however many results there are
+
+
+@dataclasses.dataclass(frozen=True)
+class GroupRows:
+    """Rows low to high of `count` are a group's: `share` of them, fewer in the last group unless they are `even`."""
+
+    count: int
+    share: int
+    groups: int
+
+    @property
+    def even(self) -> bool:
+        """Whether each group has as many."""
+        return self.share * self.groups == self.count
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneShare:
+    """Element n of the dims `order`, the outermost first, is lane n's, modulo the lanes of a group.
+
+    by: "walk", "product", "lines" (each along `unit.dim`), or "first" where the first lane does all of it.
+    rows: whether the first dim is that of rows, of which a group has its own.
+    count: elements of a group, at most.
+    team: lanes that share one element of a reduction, each a part of what is summed up.
+    tall: rows of a product that are one element.
+    """
+
+    by: str
+    order: tuple[int, ...] = ()
+    sizes: tuple[int, ...] = ()
+    rows: bool = False
+    count: int = 1
+    team: int = 1
+    tall: int = 1
+
+
+def share_lanes(unit: Unit, row: int | None, rows: GroupRows | None, lanes: int) -> LaneShare:
+    """How lanes share a unit whose rows are along the dim `row`."""
+    if isinstance(unit, WalkGroup):
+        return _walk(unit, row, rows, lanes)
+    if isinstance(unit, Matmul):
+        return _product(unit, row, rows, lanes)
+    if isinstance(unit, Scatter | Running):
+        shape = unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
+        order = _rows_first([d for d in range(len(shape)) if d != unit.dim], row)
+        return _made("lines", order, shape, row, rows)
+    return LaneShare("first")
+
+
+def _made(
+    by: str, order: Sequence[int], space: Sequence[int], row: int | None, rows: GroupRows | None, **more: int
+) -> LaneShare:
+    has_rows = rows is not None and row is not None and row in order
+    sizes = tuple(space[d] for d in order)
+    inner = math.prod(sizes[1:]) * rows.share if has_rows and rows is not None else math.prod(sizes)
+    # A unit that has rows in dims of another kind (a product that sums over them) is walked whole by each group.
+    return LaneShare(by, tuple(order), sizes, has_rows, inner, **more)
+
+
+def _rows_first(order: list[int], row: int | None) -> list[int]:
+    return order if row is None or row not in order else [row, *(d for d in order if d != row)]
+
+
+def walking_order(unit: WalkGroup, row: int | None) -> list[int]:
+    """Dims as they lie in memory, those of rows first."""
+    return _rows_first(order_of(unit), row)
+
+
+def _walk(unit: WalkGroup, row: int | None, rows: GroupRows | None, lanes: int) -> LaneShare:
+    kept = [d for d in walking_order(unit, row) if d not in unit.over]
+    made = _made("walk", kept, unit.space, row, rows)
+    if not unit.over:
+        return made
+    length = math.prod(unit.space[d] for d in unit.over)
+    near = all(any(walk.array.strides[d] == 1 for d in unit.over) for walk in unit.walks if isinstance(walk, Reduce))
+    most = min(WARP, lanes)
+    if near and length >= LONG:  # neighbouring lanes read neighbours in memory
+        team = min(most, _below(length))
+    elif 2 * made.count <= lanes and length > 1:  # else most lanes would have nothing to do
+        team = min(most, _below(length), _below(lanes // max(1, made.count)))
+    else:
+        team = 1
+    return dataclasses.replace(made, team=team)
+
+
+def _below(n: int) -> int:
+    """The largest power of two that is not larger."""
+    return 1 << (max(1, n).bit_length() - 1)
+
+
+def _product(unit: Matmul, row: int | None, rows: GroupRows | None, lanes: int) -> LaneShare:
+    shape = list(unit.out.shape)
+    m = len(shape) - 2
+    order = _rows_first(list(range(len(shape))), row)
+    here = shape[m]
+    if rows is not None and row == m:
+        here = rows.share if rows.even else 1  # a block of rows lies in one group
+    made = _made("product", order, shape, row, rows)
+    tall = max(t for t in range(1, TALL + 1) if here % t == 0 and (t == 1 or made.count >= t * lanes))
+    shape[m] //= tall
+    sizes = tuple(shape[d] for d in order)
+    return dataclasses.replace(made, sizes=sizes, count=made.count // tall, tall=tall)
+
+
+def split_index(code: Code, number: Index, sizes: Sequence[int]) -> list[Index]:
+    """An element's number as an index of dims from the outermost on."""
+    index: list[Index] = [0] * len(sizes)
+    # Division takes a device four times as long where it is of eight bytes.
+    kind = "i32" if math.prod(sizes) < 2**31 else "i64"
+    rest = number
+    left = [n for n in range(1, len(sizes)) if sizes[n] != 1]
+    if not left or isinstance(rest, int):
+        for n in reversed(left):
+            assert isinstance(rest, int)
+            rest, index[n] = divmod(rest, sizes[n])
+        return [rest, *index[1:]] if sizes else []
+    if kind == "i32":
+        rest = code.op(f"trunc i64 {rest} to i32", kind).text
+
+    def wide(x: str) -> str:
+        return x if kind == "i64" else code.op(f"zext i32 {x} to i64", "i64").text
+
+    for n in reversed(left):
+        index[n] = wide(code.op(f"urem {kind} {rest}, {sizes[n]}", kind).text)
+        rest = code.op(f"udiv {kind} {rest}, {sizes[n]}", kind).text
+    return [wide(str(rest)), *index[1:]]
+
+
+class Elements:
+    """The elements of a group: numbers `start` to `stop`, names or known, `most` of them at most."""
+
+    def __init__(self, code: Code, sizes: Sequence[int], rows: tuple[Index, Index] | None, most: int) -> None:
+        self.code, self.sizes, self.most = code, sizes, most
+        inner = math.prod(sizes[1:])
+        low, high = rows if rows is not None else (0, sizes[0] if sizes else 1)
+        self.start, self.stop = code.times(low, inner), code.times(high, inner)
+
+    def each(self, lanes: int, body: Callable[[list[Index]], object]) -> None:
+        """The body at each element of this lane: its number among `lanes`, and every so many-th one after that."""
+        code = self.code
+        if not self.most:
+            return
+        if lanes == 1:
+            with code.loop(self.start, self.stop) as loop:
+                body(split_index(code, loop.index, self.sizes))
+            return
+        first = code.add(self.start, "%lane")
+        if self.most <= lanes:  # one or none for each
+            with code.when(code.op(f"icmp slt i64 {first}, {self.stop}", "i1")):
+                body(split_index(code, first, self.sizes))
+            return
+        with code.loop(first, self.stop, lanes) as loop:
+            body(split_index(code, loop.index, self.sizes))

@@ -1,0 +1,157 @@
+"""Before which parts of a step lanes wait for each other: where one meets what another one touched since the last wait.
+
+A loop is gone through step by step until nothing is new: what is read at the beginning of a step was written at the end
+of the one before, and a carry's two places change from step to step. So a loop whose lanes never meet has no wait.
+"""
+
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+from tensorloop.compiler.emitter.device.lanes import LaneShare
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
+from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Reduce
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+
+Piece = tuple[object, ...]
+FIRST: Piece = ("first",)  # what the first lane alone touches
+STEPS = 4  # places change with every second step, and a slice of an output is met one step later
+
+
+class Touch(NamedTuple):
+    """Memory that a part of a step touches: which lane has which element; None where a lane may have any."""
+
+    buffer: Region
+    piece: Piece | None
+    writes: bool
+
+
+class Waits(NamedTuple):
+    """Whether lanes wait: before each part of a step, before it asks whether to go on, before the last carry leaves."""
+
+    before: list[bool]
+    asking: bool
+    leaving: bool
+
+    @property
+    def a_step(self) -> int:
+        """How often they do in a step."""
+        return sum(self.before) + self.asking
+
+
+def canonical(array: Array, order: Sequence[int]) -> Piece | None:
+    """The place of each number of a walk over dims in that order; None where two of them may be one place."""
+    merged: list[tuple[int, int]] = []
+    for d in order:
+        size, stride = array.shape[d], array.strides[d]
+        if size == 1:
+            continue
+        if merged and merged[-1][1] == stride * size:
+            merged[-1] = merged[-1][0] * size, stride
+        else:
+            merged.append((size, stride))
+    reach = 0
+    for size, stride in sorted(merged, key=lambda pair: pair[1]):
+        if stride <= reach:
+            return None
+        reach += (size - 1) * stride
+    return (*merged, array.offset)
+
+
+def touches(unit: Unit, share: LaneShare, stored: set[Region]) -> list[Touch]:
+    """What a unit touches that a step writes; scratch that is not stored is in registers."""
+    written = set(unit.writes())
+    found = []
+    for array in (*unit.reads(), *written):
+        buffer = array.buffer
+        if buffer.kind == "carry" or (buffer.written and (buffer.kind != "scratch" or buffer in stored)):
+            found.append(Touch(buffer, _piece(unit, array, share), array in written))
+    if isinstance(unit, Matrix) and unit.work is not None:
+        found.append(Touch(unit.work, FIRST, True))
+    return found
+
+
+def _piece(unit: Unit, array: Array, share: LaneShare) -> Piece | None:
+    walks = unit.walks if isinstance(unit, WalkGroup) and share.team > 1 else ()
+    led = any(isinstance(walk, Reduce) and array is walk.out for walk in walks)  # by the first lane of each team
+    if share.by == "first" or (share.count <= 1 and (share.team == 1 or led)):
+        return FIRST
+    if share.by == "lines" or (share.team > 1 and not led):
+        return None
+    if isinstance(unit, Matmul):
+        whole = array is unit.out or array is unit.addend
+        space = unit.out.shape
+    else:
+        assert isinstance(unit, WalkGroup)
+        gathered = any(isinstance(walk, Gather) and array is walk.source for walk in unit.walks)
+        whole = not gathered and not any(array.strides[d] for d in unit.over)
+        space = unit.space
+    if not whole or any(array.shape[d] != space[d] for d in share.order):
+        return None
+    place = canonical(array, share.order)
+    # Blocks of rows are numbered by block: the same lanes have the same elements only in blocks of one height.
+    return None if place is None else (share.tall, share.team, share.rows, *place)
+
+
+class WaitPlanner:
+    """Goes through the parts of a step and remembers what was touched since the lanes last met."""
+
+    def __init__(self, step: LoweredStep, places: Mapping[Region, tuple[int, int]]) -> None:
+        self.step, self.places = step, places  # where scratch begins and ends
+        self.touched: list[tuple[object, Touch]] = []
+
+    def plan(self, parts: Sequence[Sequence[Touch]], first: Sequence[Touch], last: Sequence[Touch]) -> Waits:
+        """`first` is touched before the first step, `last` when all are done."""
+        before, asking, leaving = [False] * len(parts), False, False
+        going = self.step.going
+        asks = [] if going is None or going.buffer.kind == "value" else [Touch(going.buffer, None, False)]
+        while True:
+            held = [*before, asking]
+            self.touched = [(self._key(one.buffer, -1), one) for one in first]
+            for turn in range(STEPS):
+                for n, part in enumerate(parts):
+                    before[n] = self._meet(part, turn, before[n])
+                asking = self._meet(asks, turn, asking)
+                leaving = leaving or self._clashes(last, turn + 1)
+            if held == [*before, asking]:
+                return Waits(before, asking, leaving)
+
+    def _meet(self, touched: Sequence[Touch], turn: int, waits: bool) -> bool:
+        """Notes what is touched now; whether lanes must wait before."""
+        waits = waits or self._clashes(touched, turn)
+        # After a wait all that was done before is seen by all: only what is touched now can clash with what follows.
+        self.touched = [*([] if waits else self.touched), *((self._key(one.buffer, turn), one) for one in touched)]
+        return waits
+
+    def _clashes(self, touched: Sequence[Touch], turn: int) -> bool:
+        return any(self._clash(self._key(a.buffer, turn), a, *b) for a in touched for b in self.touched)
+
+    def _key(self, buffer: Region, turn: int) -> object:
+        """Which memory a buffer is at a step."""
+        kind, n = buffer.kind, buffer.index
+        if kind == "carry":
+            after = self.step.next[n].buffer
+            if after.kind == "next":
+                return "pair", n, (turn + 1) % 2
+            return ("out", after.index, turn - 1) if after.kind == "out" else buffer
+        if kind == "next":
+            return "pair", n, turn % 2
+        return ("out", n, turn) if kind == "out" else (kind, n) if kind == "sum" else buffer
+
+    def _clash(self, here: object, a: Touch, there: object, b: Touch) -> bool:
+        if not (a.writes or b.writes):
+            return False
+        if here == there:
+            return a.piece is None or a.piece != b.piece
+        # Scratch buffers that are not needed at one time share memory: writing one destroys the other.
+        if a.buffer not in self.places or b.buffer not in self.places:
+            return False
+        (low, end), (other, behind) = self.places[a.buffer], self.places[b.buffer]
+        return low < behind and other < end
+
+
+def whole_touches(array: Array, share: LaneShare, *, writes: bool) -> list[Touch]:
+    """A buffer copied, element by element as `share` has it."""
+    place = canonical(array, share.order)
+    piece = None if place is None else FIRST if share.count <= 1 else (1, 1, share.rows, *place)
+    return [Touch(array.buffer, piece, writes)]

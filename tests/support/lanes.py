@@ -1,0 +1,154 @@
+"""Device text run in this process: each lane is a coroutine, and between two waits lanes go on in any order asked for.
+
+What a run shows is whether the text is right whatever lane is first. It does not show what a real device's compiler
+makes of it, nor how fast that is.
+"""
+
+import ctypes
+import dataclasses
+import random
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop.compiler.emitter.device.devices import Coroutines
+from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
+from tensorloop.compiler.emitter.lowered import lowered
+from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.targets.cpu.host import host, llvm
+
+ORDERS = ("as is", "turned", "random")
+
+
+class Lanes:
+    """A module of `Coroutines`, compiled."""
+
+    def __init__(self, module: str, lanes: int, arguments: int, level: int = 1) -> None:
+        binding, here = llvm(), host()
+        parsed = binding.parse_assembly(module)
+        parsed.verify()
+        machine = binding.Target.from_triple(here.triple).create_target_machine(
+            cpu=here.cpu, features=here.features, opt=level, jit=True
+        )
+        options = binding.create_pipeline_tuning_options(speed_level=level)
+        builder = binding.create_pass_builder(machine, options)
+        builder.getModulePassManager().run(parsed, builder)
+        self._engine = binding.create_mcjit_compiler(parsed, machine)
+        self._engine.finalize_object()
+        at, place, word = self._engine.get_function_address, ctypes.c_void_p, ctypes.c_int64
+        self._run = ctypes.CFUNCTYPE(place, *[place] * arguments, word, place, word, word)(at("run"))
+        self._resume, self._destroy = (ctypes.CFUNCTYPE(None, place)(at(name)) for name in ("resume", "destroy"))
+        self._done = ctypes.CFUNCTYPE(word, place)(at("done"))
+        self.lanes = lanes
+
+    def group(self, addresses: Sequence[int], steps: int, scratch: int, group: int, turn: Callable[[], Any]) -> None:
+        """Runs one group to its end; `turn` says in which order lanes go to their next wait."""
+        handles = {lane: self._run(*addresses, steps, scratch, lane, group) for lane in turn()}
+        while not self._done(handles[0]):
+            for lane in turn():
+                assert not self._done(handles[lane]), "a lane has ended while others wait"
+                self._resume(handles[lane])
+        assert all(map(self._done, handles.values())), "lanes do not wait at the same places"
+        for handle in handles.values():
+            self._destroy(handle)
+
+
+@dataclasses.dataclass
+class Order:
+    """In which order lanes and groups go."""
+
+    how: str = "as is"
+    draw: random.Random = dataclasses.field(default_factory=lambda: random.Random(0))
+
+    def of(self, count: int) -> list[int]:
+        """Numbers of so many."""
+        numbers = list(range(count))
+        if self.how == "random":
+            self.draw.shuffle(numbers)
+        return numbers[::-1] if self.how == "turned" else numbers
+
+
+class LanesCore:
+    """Runs a step as a device would; the order of lanes may be changed between calls."""
+
+    way = "lanes, one after the other"
+    called = ()
+
+    def __init__(
+        self,
+        step: Step,
+        lanes: int = 32,
+        groups: int = 1,
+        order: str = "as is",
+        edit: Callable[[str], str] = str,
+        local: int = 48 * 1024,
+    ) -> None:
+        self.kernels = lowered(step)
+        self.text = device_text(self.kernels, Coroutines(host(), lanes, groups, local))
+        self.order = Order(order)
+        count = len(self._tensors(self.text, [[]] * 7))
+        self._loaded = Lanes(edit(self.text.module), lanes, count)
+
+    def _tensors(self, text: DeviceText, parts: Sequence[Sequence[Any]]) -> list[Any]:
+        step = self.kernels
+        counts = [step.invariants, step.constants, text.packed, step.sequences, step.carry, step.outs, step.sums]
+        counts.append(step.carry)
+        if not any(parts):
+            return [one for part in counts for one in part] + [None]
+        return [one for part in parts for one in part]
+
+    def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
+        steps, invariants, sequences, carry, outs, sums, _ = call
+        text, step = self.text, self.kernels
+        last = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in step.carry]
+        if steps <= 0:
+            return [new.copy_(x.detach()) for new, x in zip(last, carry, strict=True)], 0
+        laid = [_laid(x.detach(), one.shape, one.strides) for x, one in zip(invariants, step.invariants, strict=True)]
+        fixed = {"invariant": laid, "constant": step.constants}
+        packed = [
+            fixed[one.buffer.kind][one.buffer.index].as_strided(one.shape, one.strides, one.offset).contiguous()
+            for one in text.packed
+        ]
+        totals = list(sums)
+        for n in text.apart:
+            totals[n] = torch.zeros((text.groups, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
+        status = torch.zeros(2, dtype=torch.int64, device="cpu")
+        given = [*sequences, *carry]
+        parts = [
+            *laid,
+            *step.constants,
+            *packed,
+            *(x.detach().contiguous() for x in given),
+            *outs,
+            *totals,
+            *last,
+            status,
+        ]
+        # What nobody has written shows: it is no number, or a large one.
+        scratch = torch.full((text.groups * text.scratch + 64,), 0x7F, dtype=torch.uint8, device="cpu")
+        begin = scratch.data_ptr() + -scratch.data_ptr() % 64
+        for group in self.order.of(text.groups):
+            addresses = [x.data_ptr() for x in parts]
+            place = begin + group * text.scratch
+            self._loaded.group(addresses, steps, place, group, lambda: self.order.of(text.lanes))
+        if int(status[1]):
+            raise IndexError(
+                "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
+            )
+        for n in text.apart:
+            sums[n].add_(totals[n].sum(0))
+        return last, int(status[0])
+
+    def fits(self, steps: int, lengths: Sequence[int]) -> bool:
+        """Whether so many steps stay in their memory: sizes are known, and they do."""
+        return True
+
+    def stepping(self, invariants: Sequence[Tensor]) -> "LanesCore":
+        """This core: nothing is prepared."""
+        return self
+
+
+def _laid(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
+    return torch.empty_strided(tuple(shape), tuple(strides), dtype=x.dtype, device="cpu").copy_(x)
