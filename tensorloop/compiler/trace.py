@@ -157,6 +157,6 @@ def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
 def _store(found: dict[int, Tensor], results: Any, out: Any) -> None:
     if isinstance(results, Ref):
         found[results.number] = out
-    elif results is not None:
+    elif isinstance(results, list):  # no number of Python's
         for ref, x in zip(results, out, strict=True):
             _store(found, ref, x)

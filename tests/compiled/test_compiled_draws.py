@@ -32,7 +32,11 @@ def in_place(h: Tensor, x: Tensor) -> Any:
 
 def normals(h: Tensor, x: Tensor) -> Any:
     drawn = torch.normal(h.detach(), h.detach().abs())
-    others = torch.normal(x.detach(), 0.5), torch.normal(1.5, x.detach().abs()), torch.normal(0.0, 1.0, (20,))
+    others = (
+        torch.normal(x.detach(), 0.5),
+        torch.normal(1.5, x.detach().abs()),
+        torch.normal(0.0, 1.0, (20,), device=h.device),
+    )
     return drawn + h @ TURN, others
 
 

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.tracing import decompositions
-from tensorloop.compiler.graph import compositions
+from tensorloop.compiler.graph import compositions, device_forms
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 
@@ -64,6 +64,7 @@ def before_autograd() -> Table:
         _aten._linalg_slogdet.default: lambda a: _row_by_row(_aten._linalg_slogdet.default, a),
         _aten.flip.default: lambda x, dims: NotImplemented if x.dim() else x.clone(),  # vmap takes a dim for granted
         **compositions.TABLE,
+        **device_forms.TABLE,
         **_copies(),
     }
 

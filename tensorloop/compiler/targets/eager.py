@@ -64,7 +64,7 @@ class EagerCore:
                     break
         for i, size in enumerate(of_carry):
             if size is not None and done:
-                carry[i][: len(state[i])] = state[i]
+                carry[i].data[: len(state[i])] = state[i]  # as native code would: no version of the caller's counts it
         own = [x.clone(memory_format=torch.contiguous_format) for x in state]
         return [y if size is None else x for x, y, size in zip(carry, own, of_carry, strict=True)], done
 

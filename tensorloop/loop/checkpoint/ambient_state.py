@@ -1,8 +1,7 @@
 """What a body's result may depend on besides its arguments: random numbers, autocast, the default device.
 
 An `AmbientState` is set once for all replays of a loop. An `RngState` is kept with every snapshot and set when it is
-restored. Private names of torch, tried with 2.11 and 2.13: `torch.overrides._get_current_function_mode_stack`,
-`torch.utils._device.DeviceContext`.
+restored.
 """
 
 from collections.abc import Iterable, Iterator
@@ -10,10 +9,9 @@ from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor
-from torch.overrides import _get_current_function_mode_stack
-from torch.utils._device import DeviceContext
 
 from tensorloop._torch import transforms
+from tensorloop._torch.overrides import default_device
 from tensorloop.loop.checkpoint.substitutes import ActiveSubstitutions
 
 
@@ -41,12 +39,11 @@ class Autocast:
 class DefaultDevice:
     """Where tensors were made when the loop began: `with torch.device(...)`, or `torch.set_default_device`.
 
-    Both are function modes, and torch takes a mode off while `backward` runs. The one on top, the last, decides.
+    Both are function modes, and torch takes a mode off while `backward` runs.
     """
 
     def __init__(self) -> None:
-        modes = reversed(_get_current_function_mode_stack())
-        self.device = next((mode.device for mode in modes if isinstance(mode, DeviceContext)), None)
+        self.device = default_device()
 
     @contextmanager
     def restored(self) -> Iterator[None]:

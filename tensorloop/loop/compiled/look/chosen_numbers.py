@@ -1,15 +1,32 @@
 """What `multinomial` does with the numbers that it has drawn, as an operation of torch's registry."""
 
+from collections.abc import Iterator
+
 import torch
 from torch import Tensor
 
 
 def _choose(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
     """Torch's own errors, and its choice: the largest of p / drawn, or where the drawn parts of the whole lie."""
-    if not bool(((p >= 0) & (p < float("inf"))).all()):
-        raise RuntimeError("probability tensor contains either `inf`, `nan` or element < 0")
-    if bool((p.sum(-1) == 0).any()):
-        raise RuntimeError("invalid multinomial distribution (sum of probabilities <= 0)")
+    for sound, error in _checks(p):
+        if not bool(sound):
+            raise RuntimeError(error)
+    return _chosen(p, drawn, count, replacement)
+
+
+def _choose_there(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
+    """The same on a device, which says by itself what is wrong: nobody waits for it."""
+    for sound, error in _checks(p):
+        torch._assert_async(sound, error)
+    return _chosen(p, drawn, count, replacement)
+
+
+def _checks(p: Tensor) -> Iterator[tuple[Tensor, str]]:
+    yield ((p >= 0) & (p < float("inf"))).all(), "probability tensor contains either `inf`, `nan` or element < 0"
+    yield (p.sum(-1) != 0).all(), "invalid multinomial distribution (sum of probabilities <= 0)"
+
+
+def _chosen(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
     if replacement and count > 1:
         below = p.cumsum(-1)
         below = (below / below[..., -1:]).double()
@@ -25,5 +42,6 @@ def _like(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
 _LIBRARY = torch.library.Library("tensorloop", "FRAGMENT")
 _LIBRARY.define("multinomial_of(Tensor p, Tensor drawn, int count, bool replacement) -> Tensor")
 _LIBRARY.impl("multinomial_of", _choose, "CPU")
+_LIBRARY.impl("multinomial_of", _choose_there, "CompositeExplicitAutograd")
 torch.library.register_fake("tensorloop::multinomial_of", _like, lib=_LIBRARY)
 CHOOSE = torch.ops.tensorloop.multinomial_of.default

@@ -10,14 +10,15 @@ from typing import Any
 import torch
 from torch import Generator, Tensor
 
-from tensorloop.compiler.place import generator_of
+from tensorloop.compiler.place import HOST, generator_of
+from tensorloop.loop.compiled.look.calls import refusal
 from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE
 
 _aten = torch.ops.aten
 # Of these only shapes, dtypes and layouts of tensor arguments matter.
 _FRESH = {
     *("rand", "randn", "randint", "randperm", "rand_like", "randn_like", "randint_like"),
-    *("normal.float_float", "bernoulli.p"),
+    *("normal.float_float", "bernoulli.p", "native_dropout"),
 }
 _IN_PLACE = {
     *("bernoulli_.float", "normal_", "uniform_", "exponential_", "cauchy_", "log_normal_", "geometric_", "random_"),
@@ -39,6 +40,11 @@ def _shifted(z: Tensor, mean: Tensor, *_: Any) -> Tensor:
 
 def _chosen(drawn: Tensor, p: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
     return CHOOSE(p.detach(), drawn, count, replacement)
+
+
+def _dropped(mask: Tensor, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
+    scale = 1.0 if train is False else 0.0 if p == 1 else 1 / (1 - p)
+    return x * mask * scale, mask
 
 
 def _draw_to_choose(into: Tensor, generator: Generator | None, args: Sequence[Any]) -> Tensor:
@@ -66,11 +72,40 @@ _MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
 }
 
 
+# Attention, and which of its arguments is `dropout_p`.
+_DROPOUT = {
+    _aten._scaled_dot_product_flash_attention_for_cpu.default: 3,
+    _aten._scaled_dot_product_flash_attention.default: 3,
+    _aten._scaled_dot_product_efficient_attention.default: 5,
+    _aten._scaled_dot_product_cudnn_attention.default: 5,
+}
+
+
 def never_draws(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
     """Whether an operation that may draw does not, for its dropout is none."""
-    if func is not _aten._scaled_dot_product_flash_attention_for_cpu.default:
-        return False
-    return (args[3] if len(args) > 3 else (kwargs or {}).get("dropout_p", 0.0)) == 0.0
+    place = _DROPOUT.get(func)
+    return place is not None and (args[place] if len(args) > place else (kwargs or {}).get("dropout_p", 0.0)) == 0.0
+
+
+def check_draw(
+    func: Any, args: Sequence[Any], kwargs: dict[str, Any], device: torch.device, *, known_length: bool
+) -> None:
+    """Refuses what draws elsewhere than on the device of its loop, and what draws ahead would be other numbers there.
+
+    A device has kernels that draw and compare at once, in an order of their own.
+    """
+    if not known_length:
+        raise refusal(
+            "random numbers are drawn in a loop of unknown length",
+            "draw them before the loop and index them by the step",
+        )
+    where = kwargs.get("device") or next((x.device for x in args if isinstance(x, Tensor)), HOST)
+    if where.type != device.type:
+        raise refusal(f"random numbers are drawn on {where} in a loop on {device}", f"draw them on {device}")
+    joint = func is _aten.bernoulli.default or (func is _aten.multinomial.default and _puts_back(args))
+    if joint and device != HOST:
+        cure = "compare with torch.rand_like(p)"
+        raise refusal(f"{func._schema.name.split('::')[1]}() draws by the values of a tensor, on {device}", cure)
 
 
 def may_draw_ahead(func: Any) -> bool:
@@ -97,18 +132,20 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
         numbers = [None if isinstance(x, Tensor) else x for x in args]
         example = _raced(args, out) if func is _aten.multinomial.default else torch.empty_like(out)
         return DrawOp(number, example, lambda into: draw(into, generator, numbers), made)
+    like = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
+    rest = [None if isinstance(x, Tensor) else x for x in args]
+
+    def again() -> Any:
+        """The operation, on tensors that are like those that it had."""
+        return func(*(x if one is None else _like(*one) for x, one in zip(rest, like, strict=True)), **kwargs)
+
+    if func is _aten.native_dropout.default:
+        return DrawOp(number, torch.empty_like(out[1]), lambda into: into.copy_(again()[1]), _dropped)
     inplace = func._schema.name.endswith("_")
     if inplace and out.is_contiguous():
-        rest = args[1:]
-        return DrawOp(number, out, lambda into: func(into, *rest, **kwargs))
-    like = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
-
-    def fill(into: Tensor) -> None:
-        made = [x if one is None else _like(*one) for x, one in zip(rest, like, strict=True)]
-        into.copy_(func(*made, **kwargs))
-
-    rest = [None if isinstance(x, Tensor) else x for x in args]
-    return DrawOp(number, out, fill)
+        more = args[1:]
+        return DrawOp(number, out, lambda into: func(into, *more, **kwargs))
+    return DrawOp(number, out, lambda into: into.copy_(again()))
 
 
 def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

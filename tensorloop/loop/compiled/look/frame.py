@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
+from tensorloop._torch.overrides import default_device
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.targets.choose import find_place
@@ -124,7 +125,8 @@ class Frame:
         xs = tuple((x.shape[1:], x.dtype, x.requires_grad, kind_of_layout(x, 1)) for x in self.xs)
         reverse = loop.slices is not None and loop.slices.reverse
         asks = loop.cond is None, loop.until is None
-        settings = self.place, torch.is_grad_enabled(), reverse, torch.get_default_dtype(), autocast.state(), asks
+        defaults = torch.get_default_dtype(), default_device(), autocast.state()
+        settings = self.place, torch.is_grad_enabled(), reverse, defaults, asks
         return Key((tuple(code_of(called.function) for called in loop.functions), carry, xs, settings))
 
     def again(self, arrays: Arrays | None = None) -> "Frame":

@@ -22,11 +22,12 @@ from torch import Tensor
 from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.compiler.functions import BEGIN, COMING, END
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
 from tensorloop.loop.compiled.look.autograd_calls import write_cut
 from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, refusal
-from tensorloop.loop.compiled.look.draws import DrawOp, Generators, draw_op, never_draws
+from tensorloop.loop.compiled.look.draws import DrawOp, Generators, check_draw, draw_op, never_draws
 from tensorloop.loop.compiled.look.number_read import NumberRead
 from tensorloop.loop.compiled.look.operation_traits import (
     CURES,
@@ -48,6 +49,7 @@ from tensorloop.loop.compiled.look.values_read import MOST_NUMBERS, ValuesRead
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
+Where = torch.device | None  # the device of a loop; None where that is no matter
 _aten = torch.ops.aten
 _OF_AUTOGRAD = {_aten.detach.default, _aten.clone.default}
 
@@ -56,15 +58,10 @@ class OperationLog(OperationMode):
     """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
     def __init__(
-        self,
-        arguments: Sequence[Tensor],
-        *,
-        lines: bool = False,
-        trail: CallWatch | None = None,
-        device: torch.device | None = None,
+        self, arguments: Sequence[Tensor], *, lines: bool = False, trail: CallWatch | None = None, device: Where = None
     ) -> None:
         super().__init__()
-        self.device = device  # where the loop is; None where that is no matter
+        self.device = device
         self.key: list[Any] = []
         self.functions: list[Any] = []
         self.starts: list[int] = []  # where in the key each of these begins
@@ -247,11 +244,7 @@ class OperationLog(OperationMode):
         """Runs an operation that draws random numbers; to the step they are given, like xs."""
         if self._backwards:
             raise refusal("the backward of a custom Function draws random numbers", "draw in forward, and save them")
-        if not self.may_draw:
-            raise refusal(
-                "random numbers are drawn in a loop of unknown length",
-                "draw them before the loop and index them by the step",
-            )
+        check_draw(func, args, kwargs, self.device or HOST, known_length=self.may_draw)
         k = self.generators.index(kwargs.get("generator"), of=self.device)
         if self.generators.moved():
             raise refusal("the body sets the state of a generator", "seed before the loop")

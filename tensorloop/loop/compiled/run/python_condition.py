@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import Misuse
-from tensorloop._torch.overrides import modes
+from tensorloop._torch.overrides import modes, seen
 from tensorloop._torch.versions import Versions
 from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.refused import Refused
@@ -108,7 +108,8 @@ class PythonCondition:
         what, ask = ("cond_fn", loop.cond) if loop.cond is not None else ("until", loop.until)
         assert ask is not None
         try:
-            answer = ask(tree, *loop.context_at(loop.taken))
+            with seen():  # a default device, which is the one mode that is on
+                answer = ask(tree, *loop.context_at(loop.taken))
             if what == "until" and not loop.taken and loop.stops_rows(answer, carry):
                 raise Refused(ROWS_STOP, CURE_OF_ROWS)
             answer = loop.truth(answer, what)
