@@ -335,7 +335,7 @@ def _own(y: Any, tensors: Sequence[Tensor]) -> Any:
 
 def _some(x: Tensor) -> Tensor:
     """Numbers of both signs in the shape of a tensor."""
-    return torch.linspace(-1.5, 2, x.numel()).reshape(x.shape).to(x.dtype)
+    return torch.linspace(-1.5, 2, x.numel(), device=x.device).reshape(x.shape).to(x.dtype)
 
 
 def _has_gradient(x: Tensor) -> bool:
