@@ -10,10 +10,11 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.cpu.target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerTarget
+from tensorloop.compiler.targets.graphs.target import GraphTarget
 from tensorloop.compiler.targets.target import Target
 
 EAGER: Target = EagerTarget()  # in the place of a target that lacks something
-TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": EAGER}  # by the type of a device
+TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": GraphTarget()}  # by the type of a device
 _BY_NAME = {target.name: target for target in (EAGER, *TARGETS.values())}
 AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
 

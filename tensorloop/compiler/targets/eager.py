@@ -27,7 +27,7 @@ class EagerCore:
                     new[n].target = aten.reshape.default
         graph.output(tuple(new[n] for n in step.outputs))
         put_on(graph, step.place.device)
-        self._module = fx.GraphModule(torch.nn.Module(), graph)
+        self.module = fx.GraphModule(torch.nn.Module(), graph)
         self._growth = step.growth
         first = [next(iter(shape_of(n)), None) for n in (*step.sequences, *step.carry)]
         self._sizes_of_arrays = [size if isinstance(size, Length) else None for size in first]
@@ -40,14 +40,14 @@ class EagerCore:
         n, m, k = self._sizes
         of_sequences, of_carry = self._sizes_of_arrays[: len(sequences)], self._sizes_of_arrays[len(sequences) :]
         state = [x if size is None else x[: size.at(lengths)] for x, size in zip(carry, of_carry, strict=True)]
-        step = self._module.forward
+        step = self.module.forward
         done = 0
         with torch.no_grad():
             while done < steps:
                 t = steps - 1 - done if self._reverse else done
                 now = [n + more * done for n, more in zip(lengths, self._growth, strict=True)]
                 if now:
-                    step = Sized(self._module, now).run
+                    step = Sized(self.module, now).run
                 pairs = zip(sequences, of_sequences, strict=True)
                 rows = [x[t] if size is None else x[: size.at(now)] for x, size in pairs]
                 try:

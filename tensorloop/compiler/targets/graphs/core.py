@@ -1,0 +1,100 @@
+"""A loop whose steps are replayed as CUDA graphs, on whichever stream it is called."""
+
+import threading
+import warnings
+from collections import OrderedDict
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.graphs.recorded import SIZES, Recorded
+
+MOST_STREAMS = 4  # of which a core keeps memory and graphs
+
+
+class Settings(NamedTuple):
+    """What graphs are of, beside a step: their stream, and what else decides which kernels torch launches."""
+
+    stream: int
+    deterministic: bool
+    precision: Any  # of products of float32 ...
+    reduced: Any  # ... and of sums in two bytes
+
+    @classmethod
+    def now(cls) -> "Settings":
+        """Returns those of the caller."""
+        matmul = torch.backends.cuda.matmul
+        reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
+        deterministic = torch.are_deterministic_algorithms_enabled()
+        return cls(torch.cuda.current_stream().stream_id, deterministic, matmul.fp32_precision, reduced)
+
+
+class GraphCore:
+    """Replays the step's graphs; the first call of a size records them. What cannot be recorded runs step by step."""
+
+    way = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
+    called: Sequence[fx.Node] = ()
+
+    def __init__(self, step: Step) -> None:
+        self._step, self._device = step, step.place.device
+        self.eager = EagerCore(step)
+        self._lock = threading.Lock()
+        self._recorded: OrderedDict[Settings, Recorded] = OrderedDict()
+        self._failed = False
+
+    def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
+        """Runs the steps."""
+        return self._run(call, None)
+
+    def _run(self, call: CoreCall, who: object) -> tuple[list[Tensor], int]:
+        """Runs the steps in graphs, but for none at all, inside of a graph of the caller's, and after a failure.
+
+        What fails has changed no more than outs, which are written again.
+        """
+        if call.steps <= 0 or self._failed:
+            return self.eager(call)
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                return self.eager(call)
+            try:
+                recorded = self._here()
+                with recorded.lock, torch.no_grad():
+                    return recorded.run(call, who)
+            except Exception as error:
+                fault = f"{type(error).__name__}: {error}".splitlines()[0]
+            with self._lock:
+                self._recorded.clear()
+            recorded = None  # before what may need its memory
+            found = self.eager(call)  # raises what a step raises: then graphs have not failed
+        self._failed = True
+        warnings.warn(
+            f"tensorloop: a loop on {self._device} runs step by step: a CUDA graph of it raised {fault}",
+            RuntimeWarning,
+            stacklevel=2,
+        )
+        return found
+
+    def _here(self) -> Recorded:
+        """What is recorded for the caller's stream and settings; those that were not used for longest are let go."""
+        key = Settings.now()
+        with self._lock:
+            found = self._recorded.pop(key, None)
+            if found is None:
+                found = Recorded(self._step, self.eager.module)
+            self._recorded[key] = found
+            while len(self._recorded) > MOST_STREAMS:
+                self._recorded.popitem(last=False)
+        return found
+
+    def fits(self, steps: int, lengths: Sequence[int]) -> bool:
+        """Whether so many steps stay in their memory. They do: torch checks each index itself."""
+        return self.eager.fits(steps, lengths)
+
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
+        """Returns a core for many calls of few steps that brings the invariants to its memory once."""
+        who = object()
+        return lambda call: self._run(call, who)

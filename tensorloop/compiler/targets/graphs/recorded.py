@@ -1,0 +1,207 @@
+"""The static memory of a step, and the graphs that were recorded over it: what one stream of a device replays.
+
+A graph reads and writes the same addresses whenever it is replayed. So the invariants, a chunk of each sequence, the
+carry, a chunk of each out and the sums lie here. One launch brings a chunk in and takes the last one's outs away, one
+replays it.
+"""
+
+import contextlib
+import functools
+import threading
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop._torch.grad_modes import lasting
+from tensorloop._torch.tracing import without_modes
+from tensorloop.compiler.operations import aten, bytes_of, value_of
+from tensorloop.compiler.step import CoreCall, Step
+
+SIZES = 64, 8, 1  # steps of a graph
+STATIC = 2**27  # bytes at most of all that a step reads and writes; to touch so much takes longer than to launch it
+CHUNKS = 2**25  # bytes at most of a chunk of sequences and outs
+SMALL = 2**20  # bytes of a chunk that nobody minds; a larger one is at most half of a loop's sequences and outs
+
+Pairs = Iterable[tuple[Tensor, Tensor]]  # where to, where from
+
+
+class Chunk(NamedTuple):
+    """So many steps of each sequence and of each out, and the graph of them."""
+
+    size: int
+    sequences: list[Tensor]
+    outs: list[Tensor]
+    graph: torch.cuda.CUDAGraph
+
+
+class Recorded:
+    """Runs a step on one stream, for one caller at a time, who holds the `lock`."""
+
+    def __init__(self, step: Step, module: fx.GraphModule) -> None:
+        self.lock = threading.Lock()
+        self._step, self._module, self._device = step, module, step.place.device
+        self._asks = step.going is not None
+        self._bytes = sum(map(bytes_of, (*step.sequences, *step.outs)))
+        with lasting(), without_modes():
+            self._invariants, self._carry, self._sums = (
+                [self._new(n) for n in nodes] for nodes in (step.invariants, step.carry, step.sums)
+            )
+            # Whether the loop goes on, and how many steps it has done. `_told` has both for the host: the count, or
+            # where the loop has ended -1 less the count.
+            self._alive, self._done = (torch.ones((), dtype=x, device=self._device) for x in (torch.bool, torch.int64))
+            self._told = torch.zeros_like(self._done)
+            self._begin = torch.ones_like(self._alive), torch.zeros_like(self._done)
+        self._chunks: dict[int, Chunk] = {}
+        self._pool = torch.cuda.graph_pool_handle()
+        self._loaded: object = None  # whose invariants are in memory
+
+    def _new(self, node: fx.Node, *rows: int) -> Tensor:
+        value = value_of(node)
+        return torch.empty((*rows, *value.shape), dtype=value.dtype, device=self._device)
+
+    def run(self, call: CoreCall, who: object = None) -> tuple[list[Tensor], int]:
+        """Runs at least one step and at most so many; who comes again as the same `who` has the same invariants."""
+        steps, invariants, sequences, carry, outs, sums, _ = call
+        coming = [*zip(self._carry, carry, strict=True), *zip(self._sums, sums, strict=True)]
+        if who is None or self._loaded is not who:
+            coming += zip(self._invariants, invariants, strict=True)
+            self._loaded = None
+        if self._asks:
+            coming += zip((self._alive, self._done), self._begin, strict=True)
+        done, going = 0, True
+        while going and done < steps:
+            size = self._size(steps, done)
+            rows = slice(steps - done - size, steps - done) if self._step.reverse else slice(done, done + size)
+            chunk = self._chunk(size, coming, [x[rows] for x in sequences])
+            self._loaded = who
+            chunk.graph.replay()
+            coming = [(y[rows], x) for y, x in zip(outs, chunk.outs, strict=True)]
+            done += size
+            if self._asks:
+                told = int(self._told)  # the one wait for the device
+                done, going = (told, True) if told >= 0 else (-1 - told, False)
+        last = [torch.empty_like(x) for x in self._carry]
+        copy([*coming, *zip(last, self._carry, strict=True), *zip(sums, self._sums, strict=True)])
+        return last, done
+
+    def _size(self, steps: int, done: int) -> int:
+        """Steps of the next chunk after so many: no more than there are, than memory is for, than are worth a guess."""
+        most = steps - done
+        if self._asks:  # those behind the end are computed in vain: so many at most as were needed
+            most = min(most, max(done, SIZES[-2]))
+
+        def fits(size: int) -> bool:
+            held = size * self._bytes
+            return size <= most and held <= CHUNKS and (held <= SMALL or size <= steps // 2)
+
+        return next(filter(fits, SIZES[:-1]), SIZES[-1])
+
+    def _chunk(self, size: int, coming: list[tuple[Tensor, Tensor]], sequences: Sequence[Tensor]) -> Chunk:
+        """The chunk of so many steps, these slices and all that is `coming` in memory; a new one is recorded."""
+        if (found := self._chunks.get(size)) is not None:
+            copy([*coming, *zip(found.sequences, sequences, strict=True)])
+            return found
+        with lasting(), without_modes():
+            mine, outs = ([self._new(n, size) for n in nodes] for nodes in (self._step.sequences, self._step.outs))
+        copy([*coming, *zip(mine, sequences, strict=True)])
+        found = Chunk(size, mine, outs, torch.cuda.CUDAGraph())
+        with lasting(), without_modes():
+            self._record(found)
+        self._chunks[size] = found
+        return found
+
+    def _record(self, chunk: Chunk) -> None:
+        """Records the chunk's graph on a stream of its own, after what the caller's stream has to do."""
+        before = torch.cuda.current_stream()
+        apart = _stream_beside(before.device_index, before.stream_id)
+        apart.wait_stream(before)
+        try:
+            with torch.cuda.stream(apart):
+                self._warm_up(chunk)
+                with _recording(chunk.graph, self._pool):
+                    self._steps(chunk, chunk.size)
+        finally:
+            before.wait_stream(apart)
+
+    def _warm_up(self, chunk: Chunk) -> None:
+        """Runs first steps for nothing: libraries load their kernels and take memory, which no graph may record.
+
+        The second has what the first has not: values that stay where the loop has ended.
+        """
+        changed = [*self._carry, *self._sums, self._alive, self._done]
+        kept = [x.clone() for x in changed]
+        self._steps(chunk, min(chunk.size, 2))
+        copy(zip(changed, kept, strict=True))
+
+    def _steps(self, chunk: Chunk, count: int) -> None:
+        """Does the first steps of a chunk, from memory to memory.
+
+        The first one is not behind the end, or the chunk would not run. One behind it is fed what the last real one
+        was fed, so it does nothing that that one did not, such as read behind the end of a table, and its results are
+        dropped.
+        """
+        n, m, k = (len(x) for x in (self._carry, chunk.outs, self._sums))
+        state, fed = list(self._carry), list[Tensor]()
+        for i in range(count):
+            row = chunk.size - 1 - i if self._step.reverse else i
+            maybe_ended = self._asks and i > 0
+            given = [*(x[row] for x in chunk.sequences), *state]
+            fed = self._while_alive(given, fed) if maybe_ended else given
+            found = self._module.forward(*self._invariants, *fed)
+            copy(zip((x[row] for x in chunk.outs), found[n : n + m], strict=True))
+            for total, x in zip(self._sums, found[n + m : n + m + k], strict=True):
+                total.copy_(torch.where(self._alive, total + x, total)) if maybe_ended else total.add_(x)
+            new = self._while_alive(found[:n], state) if maybe_ended else list(found[:n])
+            if self._asks:
+                self._done.add_(self._alive)
+                self._alive.logical_and_(found[-1].reshape(()))
+            state = new
+        self._keep(state)
+        if self._asks:
+            self._told.copy_(torch.where(self._alive, self._done, -1 - self._done))
+
+    def _while_alive(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
+        return [x if x is y else torch.where(self._alive, x, y) for x, y in zip(new, old, strict=True)]
+
+    def _keep(self, state: Sequence[Tensor]) -> None:
+        """Puts a state where the carry lies. What is a look at the carry itself, as where two swap, is copied first."""
+        places = {x.untyped_storage().data_ptr() for x in self._carry}
+        pairs = [(y, x) for y, x in zip(self._carry, state, strict=True) if x is not y]
+        copy([(y, x.clone() if x.untyped_storage().data_ptr() in places else x) for y, x in pairs])
+
+
+def copy(pairs: Pairs) -> None:
+    """Copies tensors into others: one launch for those of one dtype, as torch has it."""
+    kinds: dict[torch.dtype, tuple[list[Tensor], list[Tensor]]] = {}
+    for into, x in pairs:
+        if into.numel():
+            there, here = kinds.setdefault(into.dtype, ([], []))
+            there.append(into)
+            here.append(x)
+    for there, here in kinds.values():
+        aten._foreach_copy_.default(there, here)
+
+
+@functools.cache
+def _stream_beside(device: int, stream: int) -> torch.cuda.Stream:
+    """The stream on which graphs of another one are recorded.
+
+    Libraries have memory of their own for each stream, and a graph has its address: so two graphs that may be replayed
+    at once are not recorded on one stream.
+    """
+    return torch.cuda.Stream(device)
+
+
+@contextlib.contextmanager
+def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
+    """Records what this thread does on the current stream; other threads go on as they like."""
+    graph.capture_begin(pool, capture_error_mode="thread_local")
+    try:
+        yield
+    except BaseException:
+        with contextlib.suppress(Exception):  # that of an operation says more than that of the end
+            graph.capture_end()
+        raise
+    graph.capture_end()

@@ -1,0 +1,82 @@
+"""CUDA graphs as a target: any step of torch's operations that a device can record."""
+
+from collections.abc import Container
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import fx
+
+from tensorloop.compiler.operations import bytes_of, is_part, shares_memory
+from tensorloop.compiler.place import Place
+from tensorloop.compiler.step import Core, Step, Unsupported
+from tensorloop.compiler.targets.graphs.core import GraphCore
+from tensorloop.compiler.targets.graphs.recorded import STATIC
+
+# What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.
+_NOT_RECORDED = {
+    torch.Tag.data_dependent_output: "waits for a value",
+    torch.Tag.dynamic_output_shape: "gives a tensor whose size depends on values",
+    torch.Tag.nondeterministic_seeded: "draws random numbers",
+    torch.Tag.cudagraph_unsafe: "is not for CUDA graphs",
+}
+# Torch computes these on the host, or looks at an outcome there, and no tag says so.
+_ON_THE_HOST = {"linalg_eig", "_linalg_check_errors", "histc"}
+
+
+class GraphTarget:
+    """Runs a step in torch's operations, as CUDA graphs record them."""
+
+    name = "graphs"
+    lacks = frozenset[str]()
+    calls_torch = True
+
+    def place(self, device: torch.device) -> Place:
+        """Returns a place where nothing is small: a matrix in the loop is one more operation to record."""
+        return Place(device, self.name, cached=0, few_rows=0, many_rows=0, small_step=0)
+
+    def make_core(self, step: Step) -> Core:
+        """Returns the step as graphs that are recorded when it first runs."""
+        check(step)
+        return GraphCore(step)
+
+    def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:
+        """Raises `Unsupported`: operations do not say which rows they read."""
+        raise Unsupported("torch's operations do not say which rows they read")
+
+    def one_thread(self, users: bool = False) -> AbstractContextManager[None]:
+        """Returns a block that changes nothing: one thread of the host launches all there is."""
+        return nullcontext()
+
+
+def check(step: Step) -> None:
+    """Raises `Unsupported` where a step cannot be recorded, or is so large that its launches are no burden."""
+    if step.growth:
+        raise Unsupported("its arrays are longer at each step, and a CUDA graph has sizes that stay")
+    for n in step.graph.nodes:
+        if n.op == "call_function" and (why := _why_not(n)):
+            raise Unsupported(f"{getattr(n.target, '_opname', n.name)} {why}", n)
+    held = sum(map(bytes_of, (*step.inputs, *step.outs, *step.sums))) + _intermediate(step.graph)
+    if held > STATIC:
+        raise Unsupported(f"a step reads and writes {held / 2**20:,.0f} MiB, more than is kept for CUDA graphs")
+
+
+def _why_not(node: fx.Node) -> str:
+    """Why an operation cannot be recorded, in a few words; empty where it can."""
+    if is_part(node):
+        return ""
+    target: Any = node.target
+    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+        return "is not torch's own: its Python would run once, and not at each step"
+    if target._opname in _ON_THE_HOST:
+        return "is computed by the host"
+    names = [a.name for a in target._schema.arguments]
+    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    if given.get("check_errors"):
+        return "waits for its outcome, to raise an error"
+    return next((why for tag, why in _NOT_RECORDED.items() if tag in target.tags), "")
+
+
+def _intermediate(graph: fx.Graph) -> int:
+    """Bytes of all that a step computes: more than a graph's memory for it, where what is not needed is used again."""
+    return sum(bytes_of(n) for n in graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n))

@@ -1,0 +1,490 @@
+"""Steps as CUDA graphs, beside the same steps one by one: values, sums, ends, streams, threads, failures, memory."""
+
+import dataclasses
+import gc
+import threading
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from tensorloop.compiler.step import CoreCall, Step, StepFailed, Unsupported
+from tensorloop.compiler.targets.choose import find_place
+from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.graphs import recorded, target
+from tensorloop.compiler.targets.graphs.core import GraphCore
+from tensorloop.compiler.targets.graphs.target import GraphTarget
+from tests.device import pretended
+from tests.support.recurrences import Given, recurrence
+from tests.support.recurrent_cells import CELLS, inputs
+
+ON = torch.device("cuda:0")
+Body = Callable[..., dict[str, Any]]
+
+
+def step_of(body: Body, *given: Sequence[Tensor], reverse: bool = False, device: torch.device = ON) -> Step:
+    with torch.device("cpu"):
+        return dataclasses.replace(recurrence(body, *given, reverse=reverse), place=find_place([device]))
+
+
+def cell(name: str, steps: int = 1, dtype: torch.dtype = torch.float64) -> tuple[Step, Given]:
+    with torch.device("cpu"):
+        given = inputs(CELLS[name], max(steps, 1), 3, 8, dtype)
+    return step_of(CELLS[name].step, *given, reverse=CELLS[name].reverse), given
+
+
+def call_of(step: Step, given: Given, steps: int, device: torch.device = ON) -> CoreCall:
+    """On the device, with outs that show what was not written and sums that are not zero before."""
+    invariants, sequences, carry = ([x.detach().to(device) for x in part] for part in given)
+    outs, sums = (
+        [torch.full(shape(n), 7, dtype=n.meta["val"].dtype, device=device) for n in nodes]
+        for nodes, shape in (
+            (step.outs, lambda n: (steps, *n.meta["val"].shape)),
+            (step.sums, lambda n: n.meta["val"].shape),
+        )
+    )
+    return CoreCall(steps, invariants, [x[:steps].contiguous() for x in sequences], carry, outs, sums)
+
+
+def assert_same(core: Any, step: Step, given: Given, steps: int, device: torch.device = ON) -> int:
+    """A core does what the eager one does, to the bit; how many steps that is."""
+    mine, theirs = call_of(step, given, steps, device), call_of(step, given, steps, device)
+    (last, done), (expected, count) = core(mine), EagerCore(step)(theirs)
+    assert done == count
+    # Behind the end outs are nobody's.
+    first, end = (steps - done, steps) if step.reverse else (0, done)
+    for a, b in (
+        (last, expected),
+        (mine.sums, theirs.sums),
+        ([x[first:end] for x in mine.outs], [x[first:end] for x in theirs.outs]),
+    ):
+        assert [x.device for x in a] == [x.device for x in b]
+        assert all(torch.equal(torch.nan_to_num(x), torch.nan_to_num(y)) for x, y in zip(a, b, strict=True))
+        assert all(torch.equal(x.isnan(), y.isnan()) for x, y in zip(a, b, strict=True))
+    return done
+
+
+@pytest.fixture
+def short(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Graphs of fewer steps, which take less time here."""
+    monkeypatch.setattr(recorded, "SIZES", (4, 2, 1))
+
+
+@pytest.mark.parametrize("name", CELLS)
+def test_cells_give_what_they_give_step_by_step(name: str, short: None) -> None:
+    step, given = cell(name, 9)
+    core = GraphCore(step)
+    for steps in (9, 1, 3):
+        assert assert_same(core, step, given, steps) == steps
+
+
+@pytest.mark.parametrize("steps", [0, 1, 2, 7, 8, 9, 64, 73, 130])
+def test_any_number_of_steps_is_made_of_chunks(steps: int) -> None:
+    step, given = cell("rnn backward", steps)
+    core, call = GraphCore(step), call_of(step, given, steps)
+    assert_same(core, step, given, steps)
+    with pretended.counted() as counts:
+        core(call)
+    chunks = steps // 64 + steps % 64 // 8 + steps % 8
+    assert counts.operations["graph"] == chunks
+    assert counts.operations["aten::_foreach_copy_"] == (chunks + 1 if steps else 0)
+    assert counts.launches == (2 * chunks + 1 if steps else len(step.carry))
+    assert not counts.recorded
+    assert not counts.syncs
+
+
+def test_what_a_first_call_records() -> None:
+    step, given = cell("rnn", 9)
+    core, call = GraphCore(step), call_of(step, given, 9)
+    with pretended.counted() as counts:
+        core(call)
+    each = len([n for n in step.graph.nodes if n.op == "call_function" and "permute" not in n.name])
+    assert counts.operations["graph"] == 2
+    assert counts.recorded >= 9 * each
+    assert not counts.syncs
+
+
+# ---- ends
+
+
+def until(limit: float) -> Body:
+    def body(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
+        (table,), (x,), (n, h, m) = inv, xs, carry
+        h = h + table[n[None] + x[:1].long() - 1] + x[1:]  # behind the end of the table nothing may be read
+        return {
+            "carry": [n + 1, h, (n + 1) * 2],
+            "outs": [h, n, h > 0],
+            "sums": [h, (n + m).sum()],
+            "going": (h.sum() < limit).reshape(1),
+        }
+
+    return body
+
+
+def counting(steps: int, ends: int) -> Given:
+    """Ones are added up, three a step, and a table is read that is as long as the steps that are done.
+
+    Where it is read, carry and sequence say together: each of them would lead behind its end.
+    """
+    x = torch.ones(steps, 4, dtype=torch.float64, device="cpu")
+    x[ends:, 0] = 2
+    h = torch.zeros(1, 3, dtype=x.dtype, device="cpu")
+    n, m = (torch.zeros((), dtype=torch.int64, device="cpu") for _ in range(2))
+    return [torch.zeros(ends, 1, dtype=x.dtype, device="cpu")], [x], [n, h, m]
+
+
+@pytest.mark.parametrize("ends", [1, 2, 3, 7, 8, 9, 10, 20])
+def test_a_loop_ends_where_its_condition_says(ends: int, short: None) -> None:
+    given = counting(20, ends)
+    step = step_of(until(3 * ends), *given)
+    core = GraphCore(step)
+    for steps in (20, ends):  # the second time it ends with the last step that there is
+        assert assert_same(core, step, given, steps) == ends
+
+
+@pytest.mark.parametrize("ends", [2, 7, 20])
+def test_a_reversed_loop_ends_so_too(ends: int, short: None) -> None:
+    table, (x,), carry = counting(20, ends)
+    given = table, [x.flip(0)], carry
+    step = step_of(until(3 * ends), *given, reverse=True)
+    assert assert_same(GraphCore(step), step, given, 20) == ends
+
+
+def test_it_waits_once_a_chunk_and_guesses_no_more_than_twice_the_steps() -> None:
+    given = counting(1000, 500)
+    step = step_of(until(3 * 500), *given)
+    core, call = GraphCore(step), call_of(step, given, 1000)
+    core(call)
+    with pretended.counted() as counts:
+        assert core(call)[1] == 500
+    chunks = 8 + 7  # of 8 steps until there are 64, then of 64
+    assert counts.operations["graph"] == len(counts.syncs) == chunks
+    assert counts.operations["aten::_foreach_copy_"] <= 4 * (chunks + 1)  # four dtypes
+
+
+def test_what_is_nan_behind_the_end_changes_nothing(short: None) -> None:
+    def body(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
+        (x,), (h,) = xs, carry
+        new = h / x  # of the last real input again it is what it was
+        return {"carry": [new], "outs": [new], "sums": [new], "going": (new < 8).all().reshape(1)}
+
+    x = torch.tensor([0.5, 0.5, 0.5, 0.0, 0.0, 0.0, 0.0], dtype=torch.float64, device="cpu")[:, None]
+    given = [], [x], [torch.ones(1, dtype=torch.float64, device="cpu")]
+    step = step_of(body, *given)
+    assert assert_same(GraphCore(step), step, given, 7) == 3
+
+
+# ---- carries
+
+
+def swapping(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
+    (x,), (a, b, c, d) = xs, carry
+    return {"carry": [b, a, c.t(), d], "outs": [a + x, c, d]}
+
+
+def numbers(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
+    (x,), (n, yes, z) = xs, carry
+    n = n * 3 + x
+    yes = yes ^ (n % 2 == 0)
+    return {"carry": [n, yes, z * 1j], "outs": [yes, z, n.to(torch.int32)], "sums": [n, z, yes.long()]}
+
+
+def nothing(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
+    return {"carry": [carry[0] * 2]}
+
+
+def empty(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
+    return {"carry": [carry[0] + xs[0], carry[1]], "outs": [xs[0]], "sums": [carry[0]]}
+
+
+def on_host(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:
+    return torch.randn(*size, dtype=torch.float64, device="cpu").mul(5).to(dtype)
+
+
+ODD: dict[str, tuple[Body, Given]] = {
+    "places that swap": (
+        swapping,
+        ([], [on_host(9, 3)], [on_host(3), on_host(3), on_host(4, 4), on_host(0)]),
+    ),
+    "ints, bools and complex numbers": (
+        numbers,
+        (
+            [],
+            [on_host(9, 3, dtype=torch.int64)],
+            [on_host(3, dtype=torch.int64), on_host(3) > 0, on_host(3, dtype=torch.complex128)],
+        ),
+    ),
+    "neither sequences nor outs": (nothing, ([], [on_host(9, 1)], [on_host(2, 3)])),
+    "no elements": (empty, ([], [on_host(9, 0, 3)], [on_host(0, 3), on_host(1)])),
+}
+
+
+@pytest.mark.parametrize("name", ODD)
+@pytest.mark.parametrize("reverse", [False, True])
+@pytest.mark.filterwarnings("ignore:Casting complex values:UserWarning")
+def test_odd_carries(name: str, reverse: bool, short: None) -> None:
+    body, given = ODD[name]
+    step = step_of(body, *given, reverse=reverse)
+    core = GraphCore(step)
+    for steps in (1, 2, 9):
+        assert_same(core, step, given, steps)
+
+
+# ---- many calls, streams, devices, threads
+
+
+def test_many_calls_of_a_step_bring_the_invariants_once() -> None:
+    step, given = cell("rnn", 6)
+    core = GraphCore(step)
+    whole, parts = call_of(step, given, 6), call_of(step, given, 6)
+    expected, _ = EagerCore(step)(whole)
+
+    def one(run: Any, t: int, carry: list[Tensor]) -> list[Tensor]:
+        rows, outs = ([x[t : t + 1] for x in xs] for xs in (parts.sequences, parts.outs))
+        found, done = run(CoreCall(1, parts.invariants, rows, carry, outs, parts.sums))
+        assert done == 1
+        return found
+
+    run, carry = core.stepping(parts.invariants), list(parts.carry)
+    for t in range(3):
+        carry = one(run, t, carry)
+    core(call_of(step, ([x + 1 for x in given[0]], *given[1:]), 1))  # another call's invariants
+    for t in range(3, 6):
+        carry = one(run, t, carry)
+    assert all(map(torch.equal, [*carry, *parts.outs], [*expected, *whole.outs]))
+    with pretended.counted() as counts:
+        one(run, 5, carry)
+    assert counts.operations == {"aten::_foreach_copy_": 2, "graph": 1}
+
+
+@pytest.mark.parametrize("device", ["cuda:0", "cuda:1"])
+def test_each_stream_and_device_has_its_own_graphs(device: str, short: None) -> None:
+    on = torch.device(device)
+    with torch.device("cpu"):
+        given = inputs(CELLS["gru"], 5, 3, 8, torch.float64)
+    step = step_of(CELLS["gru"].step, *given, device=on)
+    core = GraphCore(step)
+    assert_same(core, step, given, 5, on)
+    side = torch.cuda.Stream(on)
+    with torch.cuda.stream(side):
+        assert_same(core, step, given, 5, on)
+        with torch.cuda.device(1 - on.index):  # as where `set_device` was called in between
+            assert_same(core, step, given, 5, on)
+    assert len(core._recorded) == 2
+    assert torch.cuda.current_device() == 0
+
+
+def test_memory_is_kept_for_few_streams(short: None) -> None:
+    step, given = cell("rnn", 3)
+    core = GraphCore(step)
+    for _ in range(6):
+        with torch.cuda.stream(torch.cuda.Stream()):
+            assert_same(core, step, given, 3)
+    assert len(core._recorded) == 4
+
+
+def test_other_settings_are_recorded_again(short: None) -> None:
+    step, given = cell("rnn", 3)
+    core, call = GraphCore(step), call_of(step, given, 3)
+    torch.use_deterministic_algorithms(True)
+    try:
+        core(call)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    with pretended.counted() as counts:
+        core(call)
+    assert counts.recorded
+    with pretended.counted() as counts:
+        core(call)
+    assert not counts.recorded
+
+
+def test_threads_take_turns(short: None) -> None:
+    step, given = cell("rnn", 9)
+    core, errors = GraphCore(step), []
+    others = [([x * k for x in given[0]], *given[1:]) for k in (0.5, 1.0, 1.5)]
+    expected = [EagerCore(step)(call_of(step, other, 9))[0] for other in others]
+
+    def run(k: int) -> None:
+        for _ in range(4):
+            found, _ = core(call_of(step, others[k], 9))
+            errors.extend(x for x, y in zip(found, expected[k], strict=True) if not torch.equal(x, y))
+
+    threads = [threading.Thread(target=run, args=(k,)) for k in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert not errors
+
+
+def test_a_graph_of_the_user_s_has_the_operations_themselves() -> None:
+    step, given = cell("rnn", 3)
+    core, call = GraphCore(step), call_of(step, given, 3)
+    expected, _ = EagerCore(step)(call_of(step, given, 3))
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found, _ = core(call)
+    graph.replay()
+    assert all(map(torch.equal, found, expected))
+    assert not core._recorded
+
+
+def test_modes_of_the_caller_s_are_no_part_of_it(short: None) -> None:
+    step, given = cell("rnn", 3)
+    core = GraphCore(step)
+    with torch.inference_mode():
+        call = call_of(step, given, 3)
+        core(call)
+    assert_same(core, step, given, 3)
+    given[0][0].requires_grad_()
+    last, _ = core(call_of(step, given, 3)._replace(invariants=[x.to(ON) for x in given[0]]))
+    assert not last[0].requires_grad
+    assert not last[0].is_inference()
+
+
+# ---- what is not recorded
+
+
+def table_of(operation: Callable[[Tensor], Tensor]) -> Body:
+    return lambda inv, xs, carry: {"carry": [operation(carry[0])]}
+
+
+REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "cholesky": (
+        lambda h: torch.linalg.cholesky_ex(h @ h.t(), check_errors=True)[0],
+        "linalg_cholesky_ex waits for its outcome",
+    ),
+    "eig": (lambda h: torch.linalg.eigvals(h).real, "linalg_eig is computed by the host"),
+    "normal": (lambda h: torch.rand_like(h), "draws random numbers"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_operations_that_no_graph_holds(name: str) -> None:
+    operation, why = REFUSED[name]
+    step = step_of(table_of(operation), [], [], [torch.eye(3, device="cpu")])
+    with pytest.raises(Unsupported, match=why) as raised:
+        GraphTarget().make_core(step)
+    assert raised.value.node is not None
+
+
+def test_a_step_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(target, "STATIC", 2**20)
+    step = step_of(lambda inv, xs, carry: {"carry": [carry[0] * 2]}, [], [], [torch.zeros(2**18, device="cpu")])
+    with pytest.raises(Unsupported, match=r"reads and writes 2 MiB, more than is kept"):
+        GraphTarget().make_core(step)
+
+
+def test_chunks_are_no_larger_than_memory_is_for(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = cell("rnn", 40)  # 3 * 3 * 8 * 8 bytes a step
+    core = recorded.Recorded(step, EagerCore(step).module)
+    sizes = [core._size(steps, 0) for steps in (1000, 64, 40, 7)]
+    assert sizes == [64, 64, 8, 1]
+    monkeypatch.setattr(recorded, "SMALL", 0)  # at most half of the loop
+    assert [core._size(steps, 0) for steps in (1000, 128, 127, 16, 15)] == [64, 64, 8, 8, 1]
+    monkeypatch.setattr(recorded, "CHUNKS", 8 * 576)
+    assert [core._size(steps, 0) for steps in (1000, 16, 15)] == [8, 8, 1]
+    monkeypatch.setattr(recorded, "CHUNKS", 0)
+    assert core._size(1000, 0) == 1
+
+
+# ---- failures
+
+
+def failing(monkeypatch: pytest.MonkeyPatch, error: BaseException, at: str) -> None:
+    """A call fails; the end of a recording ends it before that."""
+    done = getattr(torch.cuda.CUDAGraph, at)
+
+    def fail(graph: Any, *_: Any, **__: Any) -> None:
+        if at == "capture_end":
+            done(graph)
+        raise error
+
+    monkeypatch.setattr(torch.cuda.CUDAGraph, at, fail)
+
+
+@pytest.mark.parametrize("at", ["capture_begin", "capture_end", "replay"])
+@pytest.mark.parametrize("error", [RuntimeError("no luck\nat all"), torch.OutOfMemoryError("no memory")])
+def test_what_fails_runs_step_by_step_with_one_warning(
+    at: str, error: BaseException, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, given = cell("lstm backward", 9)
+    core = GraphCore(step)
+    with monkeypatch.context() as patch:
+        failing(patch, error, at)
+        text = f"a loop on cuda:0 runs step by step: a CUDA graph of it raised {type(error).__name__}: no"
+        with pytest.warns(RuntimeWarning, match=text):
+            assert_same(core, step, given, 9)
+    assert_same(core, step, given, 9)  # which warns no more
+    assert not core._recorded
+
+
+def test_an_operation_that_fails_while_it_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, given = cell("rnn", 9)
+    core, run = GraphCore(step), None
+    run = core.eager.module.forward
+
+    def waiting(*given: Tensor) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            given[0].sum().item()
+        return run(*given)
+
+    monkeypatch.setattr(core.eager.module, "forward", waiting)
+    with pytest.warns(
+        RuntimeWarning, match="runs step by step: a CUDA graph of it raised RuntimeError: .* synchronizing"
+    ):
+        assert_same(core, step, given, 9)
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert_same(core, step, given, 9)
+
+
+def test_an_interrupt_leaves_nothing_that_records(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, given = cell("rnn", 9)
+    core = GraphCore(step)
+    run, calls = core.eager.module.forward, []
+
+    def interrupted(*given: Tensor) -> Any:
+        calls.append(1)
+        if len(calls) == 5:
+            raise KeyboardInterrupt
+        return run(*given)
+
+    monkeypatch.setattr(core.eager.module, "forward", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        core(call_of(step, given, 9))
+    assert not torch.cuda.is_current_stream_capturing()
+    assert torch.cuda.current_stream() == torch.cuda.default_stream()
+    assert_same(core, step, given, 9)
+
+
+def test_an_error_of_a_step_is_that_of_the_step() -> None:
+    table, xs, carry = counting(20, 5)
+    step = step_of(until(1e9), table, xs, carry)  # which goes on behind the end of the table
+    core = GraphCore(step)
+    for _ in range(2):
+        with pytest.raises(StepFailed, match="step 5 raised IndexError"):
+            core(call_of(step, (table, xs, carry), 20))
+    assert assert_same(core, step, (table, xs, carry), 5) == 5
+
+
+# ---- memory
+
+
+def test_memory_and_graphs_are_let_go_with_the_core() -> None:
+    def held() -> int:
+        gc.collect()
+        stores = {x.untyped_storage().data_ptr(): x.nbytes for x in gc.get_objects() if type(x) is Tensor and x.is_cuda}
+        return sum(stores.values())
+
+    step, given = cell("rnn", 80)
+    call = call_of(step, given, 80)
+    before = held()
+    core = GraphCore(step)
+    core(call)
+    assert held() > before + 64 * 3 * 3 * 8 * 8  # a chunk of 64 steps
+    del core
+    assert held() == before
