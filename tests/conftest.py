@@ -16,7 +16,8 @@ import contextlib
 import gc
 import inspect
 import itertools
-from collections.abc import Iterable, Iterator, Sequence
+import threading
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 
 import hypothesis
@@ -24,6 +25,7 @@ import pytest
 import torch
 
 import tensorloop as tl
+from tensorloop._common import arguments
 from tensorloop.compiler.targets.cpu import guarded
 from tests.device import built, excluded, pretended
 
@@ -71,10 +73,21 @@ def pytest_configure(config: pytest.Config) -> None:
             pytest.exit(f"tests on a device are left out: {why}", returncode=0)
         pretended.start()
         torch.set_default_device("cuda")
+        threading.Thread.run = on_the_device(threading.Thread.run)
         # `torch.compile` imports more of torch where there is a device
         config.addinivalue_line("filterwarnings", "ignore:`torch.jit.script_method` is deprecated:DeprecationWarning")
     if not config.getoption("--all"):
         hypothesis.settings.load_profile("few")
+
+
+def on_the_device(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+    """A thread that begins where the tests run: torch's default device is of one thread alone."""
+
+    def begin(thread: threading.Thread) -> None:
+        torch.set_default_device("cuda")
+        run(thread)
+
+    return begin
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -154,12 +167,19 @@ def loops(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> No
 
 
 @pytest.fixture(autouse=True)
-def slots_are_looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
-    """On a device `write_rows` checks positions as on the CPU: a test that says nothing of it expects that."""
-    if request.config.getoption("--device"):
-        options = inspect.unwrap(tl.TensorArray.write_rows).__kwdefaults__
-        assert options is not None
-        monkeypatch.setitem(options, "check", True)
+def values_are_looked_at(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> None:
+    """On a device the library looks at values as on the CPU, though it waits: a test that says nothing expects that."""
+    if request.config.getoption("--device") and not request.path.is_relative_to(pretended.HERE):
+        must_check = arguments.must_check
+        looks = lambda check, x: must_check(True if check is None and x.is_cuda else check, x)  # noqa: E731
+        monkeypatch.setattr(arguments, "must_check", looks)
+
+
+@pytest.fixture
+def on_the_cpu() -> Iterator[None]:
+    """For a test of what is for the CPU alone: its tensors are there, wherever others are."""
+    with torch.device("cpu"):
+        yield
 
 
 @pytest.fixture(autouse=True, scope="session")

@@ -84,7 +84,7 @@ def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
     rules = given._replace(
         starts=None if given.starts is None else _read_starts(given.starts, batch, q),
         bias=None if given.bias is None else _read_bias(given.bias, shape, len(batch), q),
-        seed=int(torch.randint(1 << 62, ())) if given.dropout else 0,
+        seed=int(torch.randint(1 << 62, (), device="cpu")) if given.dropout else 0,
     )
     if not chunk and ((given.plain and not _few_launches(q)) or not length_of(k)):
         return NotImplemented

@@ -1,8 +1,8 @@
 """Attention by the kernels that torch has for a GPU: SDPA, its variable-length form, FlexAttention.
 
 Their gradients can be taken once. Where none of them fits, the answer is None and the engine of `engine.py` serves:
-packed rows in float32 or with a block mask, causal rows of unequal lengths, windows and chunks, what is done to scores,
-no keys, and transforms.
+float64, keys that several heads share in float32, packed rows in float32 or with a block mask, causal rows of unequal
+lengths, windows and chunks, what is done to scores, no keys, and transforms.
 """
 
 from functools import cache
@@ -30,7 +30,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task, rows: tuple[Dim, Dim] | 
         return variable_length(q, k, v, task, *rows) if _has_variable_length(q, v, task, *rows) else None
     if task.blocks is not None:
         return flex(q, k, v, task, _compiled_flex()) if find_spec("triton") else None
-    return dense(q, k, v, task)
+    return dense(q, k, v, task) if _has_dense(q, k) else None
+
+
+def _has_dense(q: Tensor, k: Tensor) -> bool:
+    """Whether it is one kernel: torch composes the rest of operations that keep all weights."""
+    return q.dtype in _HALF or (q.dtype is torch.float32 and q.shape[2] == k.shape[2])
 
 
 def dense(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:

@@ -49,7 +49,7 @@ class Options(NamedTuple):
         captured = () if self.score_mod is None else find_captured(self.score_mod, tensor)
         return Scoring(
             rules.softcap, bias, queries, table, self.score_mod, captured, captured, rules.dropout,
-            int(torch.randint(1 << 62, ())) if rules.dropout else 0,
+            int(torch.randint(1 << 62, (), device="cpu")) if rules.dropout else 0,
         )  # fmt: skip
 
 

@@ -118,8 +118,8 @@ def kept(rows: int, heads: int, new: int, length: int, sight: Sight) -> Tensor:
     """(B, heads, t, n): 0 where a weight is dropped, by a hash of its place and the seed, else 1 / (1 - dropout)."""
     assert sight.seed is not None
     slots = length if sight.slots is None else sight.slots
-    queries = torch.arange(rows * new * heads).view(rows, new, heads).transpose(1, 2)
-    x = queries[..., None] * slots + torch.arange(length) + sight.seed
+    queries = torch.arange(rows * new * heads, device="cpu").view(rows, new, heads).transpose(1, 2)
+    x = queries[..., None] * slots + torch.arange(length, device="cpu") + sight.seed
     for shift, factor in ((33, -49064778989728563), (33, -4265267296055464877), (33, 1)):
         x = (x ^ ((x >> shift) & ((1 << (64 - shift)) - 1))) * factor
     return ((x >> 40) & 0xFFFFFF).ge(int(sight.dropout * (1 << 24))).double() / (1 - sight.dropout)

@@ -270,4 +270,4 @@ def need_rows(leaves: Sequence[Any], rows: int, why: str, say: Callable[[int], s
 
 def dtype_of_number(x: Any) -> torch.dtype:
     """The dtype of the tensor that Python numbers like `x` become."""
-    return torch.tensor(x).dtype
+    return torch.tensor(x, device="cpu").dtype

@@ -48,7 +48,7 @@ def empty_outputs(loop: Loop) -> Any:
     assert leaves is not None
     empty = [_empty(x, dim if rows is None else 0, path) for path, x in zip(tree.paths, leaves, strict=True)]
     if rows is not None:
-        none = Dim(None, torch.zeros(rows, dtype=torch.int64))
+        none = Dim(None, [0] * rows)
         empty = [PackedTensor(x.flatten(0, 1), none) if isinstance(x, Tensor) and x.dim() > 1 else x for x in empty]
     return tree.unflatten(empty)
 

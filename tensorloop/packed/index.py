@@ -193,7 +193,7 @@ def _index_times(p: Packed, times: Any, features: tuple[Any, ...]) -> Tensor:
         before_last = features[: next(i for i, k in enumerate(features) if k is lists[-1])]
         if any(k is None or isinstance(k, slice) for k in before_last):
             raise refusal("lists of steps and features apart", "index twice: p[:, times][:, :, ...]")
-        pairs = max(torch.as_tensor(k).dim() for k in lists)
+        pairs = max(k.dim() if isinstance(k, Tensor) else torch.tensor(k, device="cpu").dim() for k in lists)
         return p.values[(index.view(len(lens), *[1] * (pairs - 1), len(ts)), *features)]
     out = p.values.index_select(0, index.view(-1))
     if not isinstance(times, Tensor):

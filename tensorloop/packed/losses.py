@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.packed import alignments
+from tensorloop.packed import alignments, segments
 from tensorloop.packed.base import Packed, check_same_rows, is_packed, is_tensor, refusal
 from tensorloop.packed.dim import Dim, as_dim
 from tensorloop.packed.dispatch import handles
@@ -83,22 +83,20 @@ def _ctc_loss(
 
 def _cut(p: Packed, lengths: Any) -> Packed:
     """The first so many entries of each row; all where None."""
-    lens = p._dim._lens
-    if lengths is None or lengths is p._dim or lengths is lens:
+    if lengths is None or lengths is p._dim or lengths is p._dim._lens:
         return p
-    given = torch.as_tensor(lengths, dtype=torch.int64).to(lens.device)
+    lens = p._dim._host_lens
+    given = torch.as_tensor(lengths, dtype=torch.int64, device="cpu")
     if given.shape != lens.shape:
         raise WrongValue(f"input_lengths must be ({len(lens)},), got {tuple(given.shape)}")
-    if lens.device.type != "cpu" or torch.equal(given, lens):
-        return p if lens.device.type == "cpu" else _keep(p, given)
+    if torch.equal(given, lens):
+        return p
     if bool((bad := (given > lens) | (given < 0)).any()):
         row = int(bad.nonzero()[0])
         raise WrongValue(f"input_lengths[{row}] is {int(given[row])}, but row {row} has {int(lens[row])} entries")
-    return _keep(p, given)
-
-
-def _keep(p: Packed, given: Tensor) -> Packed:
-    return p._with(p.values[p._dim._positions < given[p._dim._row_ids]], as_dim(given))
+    dim = p._dim._derive(lambda _: given)
+    index = p._dim._offsets[:-1].index_select(0, dim._row_ids) + dim._positions
+    return p._with(segments.gather(p.values, index, in_order=True), dim)
 
 
 def _read_targets(targets: Any, lengths: Any, p: Packed) -> tuple[Tensor, Dim]:
@@ -106,7 +104,7 @@ def _read_targets(targets: Any, lengths: Any, p: Packed) -> tuple[Tensor, Dim]:
     rows = len(p._dim)
     if isinstance(targets, Packed):
         tokens, dim = targets.values, targets._dim
-        if lengths is not None and not dim.same(as_dim(torch.as_tensor(lengths, dtype=torch.int64).to(dim.device))):
+        if lengths is not None and not dim.same(as_dim(torch.as_tensor(lengths, dtype=torch.int64, device="cpu"))):
             raise WrongValue("target_lengths are not the lens of targets; give None, or crop: targets[:, :n]")
     else:
         arguments.dense_tensor(targets, "targets")

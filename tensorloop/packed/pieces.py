@@ -53,7 +53,7 @@ def _chunk(func: Any, input: Any, chunks: Any, dim: Any = 0) -> Any:
     d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.chunk(input.values, chunks, d - 1))
-    return _cut(input, d, torch.chunk(torch.arange(_count(input, d)), chunks))
+    return _cut(input, d, torch.chunk(torch.arange(_count(input, d), device="cpu"), chunks))
 
 
 @handles("tensor_split")
@@ -63,7 +63,7 @@ def _tensor_split(func: Any, input: Any, indices_or_sections: Any = None, dim: A
     d = find_dim(input, dim)
     if d > 1:
         return rewrap(input, torch.tensor_split(input.values, how, d - 1))
-    return _cut(input, d, torch.tensor_split(torch.arange(_count(input, d)), how))
+    return _cut(input, d, torch.tensor_split(torch.arange(_count(input, d), device="cpu"), how))
 
 
 @handles("split", "split_with_sizes", called="split")
@@ -80,7 +80,7 @@ def _split(func: Any, input: Any, size: Any = None, dim: Any = 0, **kwargs: Any)
         size = [arguments.as_int(n, f"sizes[{i}]") for i, n in enumerate(arguments.items(size, "sizes"))]
         if builtins.sum(size) != steps:
             raise WrongValue(f"sizes {size} do not sum to the {steps} steps of the longest row")
-    return _cut(input, 1, torch.arange(steps).split(size))
+    return _cut(input, 1, torch.arange(steps, device="cpu").split(size))
 
 
 @handles("unbind")

@@ -98,7 +98,11 @@ class BatchSampler(Sampler[list[int]]):
 
     def _make_plan(self) -> list[list[int]]:
         generator = torch.Generator().manual_seed(self._seed + self._epoch)
-        order = _mix(self._lens, self._most * _POOL, generator) if self._shuffle else torch.arange(len(self._lens))
+        order = (
+            _mix(self._lens, self._most * _POOL, generator)
+            if self._shuffle
+            else torch.arange(len(self._lens), device="cpu")
+        )
         batches = _fill(order.tolist(), self._lens[order].tolist(), self._most, self._rows)
         n = self._processes
         if self._drop:
@@ -109,7 +113,7 @@ class BatchSampler(Sampler[list[int]]):
         if not self._shuffle:
             return batches[self._rank :: n]
         # What stands beside each other is of like length: such are taken at the same step.
-        steps = torch.randperm(len(batches) // n, generator=generator).tolist()
+        steps = torch.randperm(len(batches) // n, generator=generator, device="cpu").tolist()
         return [batches[step * n + self._rank] for step in steps]
 
 
@@ -134,7 +138,7 @@ def _find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
 
 def _mix(lens: Tensor, pool: int, generator: torch.Generator) -> Tensor:
     """A random order, sorted by length in pools of so many entries: up and down in turn, as batches span their ends."""
-    order = torch.randperm(len(lens), generator=generator)
+    order = torch.randperm(len(lens), generator=generator, device="cpu")
     mixed = lens[order]
     pools = torch.div(mixed.cumsum(0), pool, rounding_mode="floor")
     by_length = torch.argsort(torch.where(pools % 2 == 0, mixed, -mixed), stable=True)

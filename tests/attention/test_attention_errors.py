@@ -11,6 +11,7 @@ from tensorloop.attention import attention
 from tensorloop.packed import PackedTensor
 from tests.support import attention_cases as cases
 from tests.support.attention_cases import block_mask
+from tests.support.devices import ON
 
 X = torch.randn(2, 5, 4, 3)
 
@@ -86,7 +87,7 @@ def test_kinds_that_do_not_go_together(q: Any, k: Any, v: Any, message: str):
 
 
 def test_devices_that_differ():
-    with pytest.raises(ValueError, match="q, k and v are on cpu, meta and cpu; move them with"):
+    with pytest.raises(ValueError, match=f"q, k and v are on {ON}, meta and {ON}; move them with"):
         attention(X, X.to("meta"), X)
 
 
@@ -128,7 +129,7 @@ def test_masks_that_cannot_be_taken():
         attention(X[0, 0], array(5, 4, 3), array(5, 4, 3), block_mask=mask())
     with pytest.raises(ValueError, match="block_mask is for 5 queries and 5 keys, but there are 6 and 6 in their long"):
         attention(rows(8, 2, 6), rows(8, 2, 6), rows(8, 2, 6), block_mask=mask())
-    with pytest.raises(ValueError, match="block_mask is on cpu, q on meta; move it with"):
+    with pytest.raises(ValueError, match=f"block_mask is on {ON}, q on meta; move it with"):
         attention(*(X.to("meta"),) * 3, block_mask=mask())
     attention(rows(8, 3, 5), rows(8, 3, 5), rows(8, 3, 5), block_mask=mask(B=2))
 
@@ -203,13 +204,13 @@ def test_a_mask_for_the_other_layout():
         ({"starts": [0, 1]}, TypeError, r"starts must be a tensor of integers, got list \[0, 1\]"),
         ({"starts": torch.zeros(2)}, TypeError, "starts must be a tensor of integers, got a tensor of shape"),
         ({"starts": torch.zeros(3).long()}, ValueError, r"starts must fit the batch dims of q, \(2,\), got \(3,\)"),
-        ({"starts": torch.zeros(2).long().to("meta")}, ValueError, "starts is on meta, q is on cpu; move it with"),
+        ({"starts": torch.zeros(2).long().to("meta")}, ValueError, f"starts is on meta, q is on {ON}; move it with"),
         ({"window": 0}, ValueError, "window must be at least 1, got 0; 1 is the query's own slot"),
         ({"window": 2.0}, TypeError, "window must be an int"),
         ({"bias": 1.0}, TypeError, "bias must be a tensor of floats, got float 1.0"),
         ({"bias": torch.ones(5).bool()}, TypeError, "bias must be a tensor of floats"),
         ({"bias": torch.zeros(4)}, ValueError, r"bias must fit \(\*batch, heads, n\), here \(2, 4, 5\), got \(4,\)"),
-        ({"bias": torch.zeros(5, device="meta")}, ValueError, "bias is on meta, q is on cpu; move it with"),
+        ({"bias": torch.zeros(5, device="meta")}, ValueError, f"bias is on meta, q is on {ON}; move it with"),
         ({"softcap": -1.0}, ValueError, "softcap must be above 0, got -1.0; None leaves scores as they are"),
         ({"softcap": "2"}, TypeError, "softcap must be a number or None, got str '2'"),
         ({"dropout": 1.0}, ValueError, r"dropout must be in \[0, 1\), got 1.0"),
@@ -249,7 +250,7 @@ X5 = X[:, :, :2]
         ({"bias": torch.zeros(3, 3, dtype=torch.int64)}, TypeError, "bias must be a tensor of floats, got a tensor"),
         ({"bias": torch.zeros(3, 4)}, ValueError, r"bias must fit \(B, heads, T, S\), .* got \(3, 4\); what follows"),
         ({"bias": torch.zeros(1, 2, 1, 1, 1)}, ValueError, r"bias must fit \(B, heads, T, S\)"),
-        ({"bias": torch.zeros(1, device="meta")}, ValueError, "bias is on meta, q is on cpu; move it with"),
+        ({"bias": torch.zeros(1, device="meta")}, ValueError, f"bias is on meta, q is on {ON}; move it with"),
         ({"relative": X}, TypeError, r"relative must be \(queries, table\), got a tensor of shape"),
         ({"score_mod": 3}, TypeError, r"score_mod must be a function \(score, b, h, q_idx, kv_idx\), got int 3"),
         ({"score_mod": lambda s, *x: torch.stack([s, s])}, ValueError, r"score_mod must give one .* got shape \(2,\)"),
@@ -279,7 +280,7 @@ def test_relative_positions_that_do_not_fit():
             r"relative\[1\] must be \(2 c \+ 1, 2 or 1, 3\), a row for each .* got \(4, 2, 3\)",
         ),
         (P5, table.long(), TypeError, r"relative\[1\] must be of a real floating dtype, got torch.int64"),
-        (P5, table.to("meta"), ValueError, r"relative\[1\] is on meta, q is on cpu; move it with"),
+        (P5, table.to("meta"), ValueError, rf"relative\[1\] is on meta, q is on {ON}; move it with"),
         (P5, [1.0], TypeError, r"relative\[1\]: expected a tensor, got list"),
     ):
         with pytest.raises(error, match=message):

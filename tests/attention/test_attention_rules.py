@@ -13,6 +13,7 @@ from tensorloop import beam, memory, reference
 from tensorloop.testing import assert_matches_reference
 from tests.support.attention_cases import tensors
 from tests.support.beam_cases import BOS, EOS
+from tests.support.devices import HERE
 
 H, G, D, N = 4, 2, 3, 7
 INF = float("inf")
@@ -208,7 +209,7 @@ def test_other_dtypes_and_autocast(dtype: torch.dtype):
         assert got.dtype is dtype
         torch.testing.assert_close(got.double(), x, **bound)
     if dtype is not torch.float32:
-        with torch.autocast("cpu", dtype):
+        with torch.autocast(HERE.type, dtype):
             cast = _ours(*(x.float() for x in (q, k, v, bias)), **given)
         assert cast.dtype is dtype
         torch.testing.assert_close(cast, out)
@@ -249,7 +250,7 @@ ROWS, SIZE, V, SLOTS = 2, 3, 4, 2
 
 
 def search_inputs() -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HERE).manual_seed(0)
     shapes = [(V, G * D), (G * D, V), *[(G * D, G * D)] * 3, *[(SLOTS, ROWS, G, D)] * 2, (2, G, 16)]
     return [torch.randn(*x, dtype=torch.float64, generator=generator).requires_grad_() for x in shapes]
 

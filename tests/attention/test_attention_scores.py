@@ -18,6 +18,7 @@ from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests.support.attention_cases import block_mask, by_head, tensors
 from tests.support.attention_scores import alibi, definition, kinds, learnt, some_are_hidden
+from tests.support.devices import HERE
 
 KINDS = list(kinds(1, 1, 1, 1, (1, 1)))
 
@@ -211,7 +212,7 @@ def test_with_a_block_mask(H: int | None):
 
 
 def factors_of(seed: int, rows: int, heads: int, new: int, seen: int, dropout: float) -> Tensor:
-    places = ScorePlaces.dense(torch.Size((rows, heads, new, seen)), torch.device("cpu"))
+    places = ScorePlaces.dense(torch.Size((rows, heads, new, seen)), HERE)
     return scores.keep(Scoring(dropout=dropout, seed=seed), places, torch.float64)
 
 

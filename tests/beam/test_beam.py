@@ -12,6 +12,7 @@ import tensorloop as tl
 from tensorloop import beam
 from tests.support import beam_cases as cases
 from tests.support.beam_cases import BOS, EOS, Table
+from tests.support.devices import HERE
 
 MODELS = [
     beam.Sum(),
@@ -79,7 +80,7 @@ def test_ties_go_to_the_smaller_beam_then_the_smaller_token(eos: str):
 
 
 def test_ties_at_every_place_of_coarse_scores():
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(HERE).manual_seed(3)
     table = Table(torch.randint(-2, 1, (8, 5, 5, 5), generator=generator).double())
     coarse = table.logits - 2  # probabilities of less than 1 in all
     coarse[..., EOS] -= 1
@@ -105,7 +106,7 @@ def test_searches_of_all_kinds(seed: int):
     vocabulary, rows, size, steps = pick.randint(2, 6), pick.randint(1, 5), pick.randint(1, 7), pick.randint(1, 9)
     logits = Table.random(rows, vocabulary, seed, pick.choice([0.3, 1.0, 3.0]), pick.choice([-3.0, 0.0, 2.0])).logits
     if pick.random() < 0.4:
-        forbidden = torch.rand(logits.shape, generator=torch.Generator().manual_seed(seed)) < 0.3
+        forbidden = torch.rand(logits.shape, generator=torch.Generator(HERE).manual_seed(seed)) < 0.3
         logits[forbidden & (torch.arange(vocabulary) != EOS)] = -torch.inf
     if pick.random() < 0.4:
         logits = logits.round()

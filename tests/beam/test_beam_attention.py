@@ -9,6 +9,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import beam
 from tests.support.beam_cases import BOS, EOS
+from tests.support.devices import HERE
 
 ROWS, SIZE, HEADS, WIDTH, VOCABULARY, SLOTS = 2, 3, 2, 2, 4, 2
 MODEL = HEADS * WIDTH
@@ -16,7 +17,7 @@ MODEL = HEADS * WIDTH
 
 def inputs() -> list[Tensor]:
     """Embedding, readout, weights of queries, keys and values, and a prompt's slots of keys and of values."""
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HERE).manual_seed(0)
     shapes = [(VOCABULARY, MODEL), (MODEL, VOCABULARY), *[(MODEL, MODEL)] * 3, *[(SLOTS, ROWS, HEADS, WIDTH)] * 2]
     return [torch.randn(*x, dtype=torch.float64, generator=generator).requires_grad_() for x in shapes]
 

@@ -12,6 +12,7 @@ import tensorloop as tl
 from tensorloop import beam
 from tests.support import beam_cases as cases
 from tests.support.beam_cases import BOS, EOS, Recurrent, Table
+from tests.support.devices import HERE
 
 MANY = 4000
 
@@ -181,7 +182,7 @@ def test_a_row_draws_the_same_in_any_batch(choose: Any, compact: bool, checkpoin
 def test_a_generator_of_one_s_own():
     table = Table.random(4, 5)
     for kind in (beam.Sample, beam.StochasticBeam):
-        generator = torch.Generator().manual_seed(5)
+        generator = torch.Generator(HERE).manual_seed(5)
         before = torch.get_rng_state()
         first = table.search(3, choose=kind(generator=generator), max_steps=9)
         second = table.search(3, choose=kind(generator=generator), max_steps=9)
@@ -203,7 +204,7 @@ def gold(*rows: list[int]) -> tl.PackedTensor:
 @pytest.mark.parametrize("checkpoints", [None, 2])
 def test_gold_is_returned_with_its_score_and_gradient(checkpoints: int | None, compact: bool):
     model = Recurrent()
-    source = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    source = torch.randn(4, 5, dtype=torch.float64, generator=torch.Generator(HERE).manual_seed(1)).requires_grad_()
     wanted = [source, *model.parameters()]
     rows = gold([2, 3, 4, 5, 2, 3, 4, 5, 5, 5], [], [5], [2, 2, 2])
 

@@ -16,6 +16,7 @@ from tensorloop import beam
 from tensorloop._common import scope
 from tensorloop.memory import LiveStorages, collector_off
 from tests.support.beam_cases import BOS, EOS, Table
+from tests.support.devices import HERE
 
 
 def here() -> list[Any]:
@@ -234,7 +235,7 @@ def test_log_probs_that_do_not_sum_to_one_are_refused_on_request():
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
 def test_halves_sum_to_one_as_well_as_they_can(dtype: torch.dtype):
-    logits = torch.randn(2, 3, 400, generator=torch.Generator().manual_seed(0))
+    logits = torch.randn(2, 3, 400, generator=torch.Generator(HERE).manual_seed(0))
     search(lambda c, k: (c, logits.log_softmax(-1).to(dtype)), check=True, max_steps=2)
     with pytest.raises(ValueError, match=r"sum to a probability of 1\.0[45]"):
         search(lambda c, k: (c, (logits.log_softmax(-1) + 0.05).to(dtype)), check=True, max_steps=2)

@@ -10,6 +10,7 @@ import tensorloop as tl
 from tensorloop import beam
 from tensorloop.beam import choose as beam_choice
 from tests.support.beam_cases import BOS, EOS, Recurrent, Table
+from tests.support.devices import HERE
 
 ROWS, SIZE = 5, 3
 KEEPING = [
@@ -26,7 +27,7 @@ def search(model: Recurrent, source: Tensor, **options: Any) -> beam.Hypotheses:
 
 def setting(dtype: torch.dtype = torch.float64) -> tuple[Recurrent, Tensor, list[Tensor]]:
     model = Recurrent(dtype=dtype)
-    source = torch.randn(ROWS, 5, dtype=dtype, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    source = torch.randn(ROWS, 5, dtype=dtype, generator=torch.Generator(HERE).manual_seed(1)).requires_grad_()
     return model, source, [source, *model.parameters()]
 
 

@@ -11,6 +11,7 @@ import tensorloop as tl
 from tensorloop import beam
 from tensorloop.beam import search
 from tests.support.beam_cases import BOS, EOS, Table
+from tests.support.devices import HERE
 
 ROWS, SIZE, HEADS, WIDTH, VOCABULARY = 4, 3, 2, 3, 6
 KEEPING = [
@@ -48,7 +49,7 @@ class Attentive(torch.nn.Module):
 
     def __init__(self) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(0)
+        generator = torch.Generator(HERE).manual_seed(0)
         width = HEADS * WIDTH
 
         def weight(*shape: int) -> torch.nn.Parameter:
@@ -98,7 +99,7 @@ class Attentive(torch.nn.Module):
 
 def setting(slots: int = 0) -> tuple[Attentive, Tensor, Any, list[Tensor]]:
     model = Attentive()
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(HERE).manual_seed(1)
     memory = torch.randn(ROWS, HEADS * WIDTH, dtype=torch.float64, generator=generator).requires_grad_()
     prefix = None
     if slots:
@@ -126,7 +127,7 @@ def test_each_hypothesis_attends_to_its_own_history(way: str, slots: int, keepin
 @in_every_way
 def test_one_array_for_keys_and_values(keeping: dict[str, Any]):
     """A decoder that attends to its own states, beside the same with copies of the states in the carry."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(HERE).manual_seed(2)
     w, u, o = (
         torch.randn(n, m, generator=generator, dtype=torch.float64).requires_grad_()
         for n, m in ((6, 6), (6, 6), (6, 5))

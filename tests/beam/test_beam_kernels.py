@@ -16,6 +16,7 @@ from tensorloop.kernels.eager import attend as eager_attend
 from tensorloop.kernels.eager import beam as eager_beam
 from tensorloop.kernels.eager.past import past_attend
 from tensorloop.kernels.past import Sight
+from tests.support.devices import HERE
 
 MODULES = {"cpu": beam, "eager": eager_beam}
 INF = float("inf")
@@ -28,7 +29,7 @@ def inputs(
 ) -> tuple[Tensor, Tensor]:
     """Keys and log_probs, some of them -inf; coarse ones tie."""
     rows, size, vocabulary = shape[:3]
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(HERE).manual_seed(seed)
     keys = -2 * torch.rand(rows, size, generator=generator).to(dtype)
     log_probs = -5 * torch.rand(rows, size, vocabulary, generator=generator).to(dtype)
     if coarse:
@@ -123,7 +124,7 @@ RULES = ("exact", "first_n", "never")
 @pytest.mark.parametrize("module", MODULES)
 def test_the_pool(module: str, rule: str, coarse: bool):
     rows, size, n = 4, 3, 5
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(HERE).manual_seed(3)
     pool = [torch.full((rows, n), -torch.inf), torch.full((rows, n), -torch.inf).double(), torch.zeros(rows, n).long()]
     pool += [torch.zeros(rows), torch.zeros(rows)]
     searching = torch.tensor([True, True, False, True])
@@ -184,7 +185,7 @@ def test_no_number_and_nothing_are_told(module: str, place: str, spoilt: float):
 @pytest.mark.parametrize("module", MODULES)
 def test_where_the_chosen_are(module: str, ids: list[int] | None):
     size, vocabulary, eos = 3, 7, 2
-    generator = torch.Generator().manual_seed(4)
+    generator = torch.Generator(HERE).manual_seed(4)
     parents = torch.randint(size, (5, size), generator=generator)
     tokens = torch.randint(vocabulary, (5, size), generator=generator)
     rows = list(range(5)) if ids is None else ids
@@ -205,7 +206,7 @@ def test_where_the_chosen_are(module: str, ids: list[int] | None):
 @pytest.mark.parametrize("module", MODULES)
 def test_ancestors(module: str, ids: list[int] | None, dtype: torch.dtype):
     rows, size = 3, 4
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(HERE).manual_seed(5)
     table = torch.zeros(16, rows, size, dtype=dtype)
     table[0] = torch.arange(size)
     every = [[[k] for k in range(size)] for _ in range(rows)]  # of each hypothesis: its ancestors, by hand
@@ -227,7 +228,7 @@ def test_ancestors(module: str, ids: list[int] | None, dtype: torch.dtype):
 
 def attention_inputs(heads: int, heads_kv: int, width: int, before: int, shared: int, own: int) -> list[Any]:
     rows, size = 3, 4
-    generator = torch.Generator().manual_seed(6)
+    generator = torch.Generator(HERE).manual_seed(6)
     q = 3 * torch.randn(rows, size, heads, width, generator=generator)
     prefix = [torch.randn(before, rows, heads_kv, width, generator=generator) for _ in range(2 * bool(before))]
     slots = [torch.randn(shared + own, rows, size, heads_kv, width, generator=generator) for _ in range(2)]
@@ -328,7 +329,7 @@ def test_attention_in_threads(monkeypatch: pytest.MonkeyPatch):
 
 @pytest.mark.parametrize("module", MODULES)
 def test_tracing_back(module: str):
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(HERE).manual_seed(1)
     steps, rows, size, each = 9, 3, 4, 5
     parents = torch.randint(size, (steps, rows, size), generator=generator)
     lens = torch.randint(steps + 1, (rows, each), generator=generator)
@@ -372,7 +373,9 @@ def test_a_guess_is_the_choice_unless_it_is_told_to_be_undecided(coarse: bool, f
     undecided = 0
     for seed in range(30):
         keys, log_probs = inputs((3, 4, 5), coarse=coarse, seed=seed)
-        log_probs[torch.rand(log_probs.shape, generator=torch.Generator().manual_seed(seed)) < forbidden] = -torch.inf
+        log_probs[
+            torch.rand(log_probs.shape, generator=torch.Generator(HERE).manual_seed(seed)) < forbidden
+        ] = -torch.inf
         whole, batch = choose_best(keys, log_probs, [2], Batch(None, 3)), Batch(None, 3)
         guess, ranked = guess_best(keys, log_probs, 2, batch)
         assert torch.equal(guess.keys, whole.keys)

@@ -16,6 +16,7 @@ from tensorloop.memory import LiveStorages, saved
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.testing import assert_linear_memory, assert_no_leak
 from tests.support.beam_cases import BOS, EOS
+from tests.support.devices import HERE
 
 ROWS, SIZE, HEADS, WIDTH, VOCABULARY = 2, 4, 2, 8, 12
 MODEL = HEADS * WIDTH
@@ -23,7 +24,7 @@ STEPS = [32, 64, 128, 256]
 
 
 def weights() -> dict[str, Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HERE).manual_seed(0)
     shapes = {"emb": (VOCABULARY, MODEL), "out": (MODEL, VOCABULARY)} | dict.fromkeys("qkv", (MODEL, MODEL))
     return {name: torch.randn(shape, generator=generator).requires_grad_() for name, shape in shapes.items()}
 

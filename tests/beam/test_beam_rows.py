@@ -11,6 +11,7 @@ import tensorloop as tl
 from tensorloop import beam
 from tensorloop.beam import decisions, noise
 from tests.support.beam_cases import BOS, EOS, Table
+from tests.support.devices import HERE
 
 RESULTS = ("lens", "scores", "final", "valid", "finished", "gap", "coverage", "keys", "kappa", "inclusion", "gold")
 
@@ -23,7 +24,7 @@ class Case:
         self.rows, self.size, self.vocabulary = pick.randint(2, 5), pick.randint(1, 4), pick.randint(3, 6)
         spread, eos = pick.choice([0.3, 1.0, 3.0]), pick.choice([-2.0, 0.0, 1.5])
         self.logits = Table.random(self.rows, self.vocabulary, seed, spread, eos).logits
-        self.targets = 5 * torch.rand(self.rows, generator=torch.Generator().manual_seed(seed))
+        self.targets = 5 * torch.rand(self.rows, generator=torch.Generator(HERE).manual_seed(seed))
         choose = [beam.TopK(), beam.TopK(), beam.Sample(0.7, top_k=3, top_p=0.9), beam.StochasticBeam()][seed % 4]
         steps = pick.choice([3, 6, 10])
         self.options: dict[str, Any] = {

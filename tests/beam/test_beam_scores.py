@@ -8,6 +8,7 @@ from torch.nn import functional as F
 from tensorloop import beam
 from tensorloop.memory import saved
 from tensorloop.testing import assert_matches_reference
+from tests.support.devices import HERE
 
 
 def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
@@ -15,7 +16,7 @@ def formula(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 
 
 def inputs(*batch: int, dtype: torch.dtype = torch.float64) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HERE).manual_seed(0)
     shapes = (*batch, 4), (7, 4), (7,)
     return [torch.randn(shape, generator=generator, dtype=dtype).requires_grad_() for shape in shapes]
 
@@ -55,7 +56,7 @@ def test_gradients_of_those_that_want_one():
 
 def test_autocast_casts():
     x, weight, bias = inputs(3, dtype=torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(HERE.type, torch.bfloat16):
         torch.testing.assert_close(beam.linear_log_softmax(x, weight, bias), formula(x, weight, bias))
 
 

@@ -17,6 +17,7 @@ from tensorloop import beam
 from tests.beam.test_beam_history import WAYS
 from tests.beam.test_beam_history import setting as attentive
 from tests.support.beam_cases import BOS, EOS, Recurrent
+from tests.support.devices import HERE
 from tests.support.loop_cases import with_and_without_checkpoints
 
 D = torch.float64
@@ -30,7 +31,7 @@ class Setting:
 
     def __init__(self, dtype: torch.dtype = D) -> None:
         self.model = Recurrent(dtype=dtype)
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(HERE).manual_seed(1)
         self.source = torch.randn(ROWS, 5, dtype=D, generator=generator).to(dtype).requires_grad_()
         self.wanted = [self.source, *self.model.parameters()]
 
@@ -87,7 +88,7 @@ def test_step_fn_changes_all_that_it_is_given_in_place(compact: bool, checkpoint
 @with_and_without_checkpoints
 def test_step_fn_returns_what_it_closes_over(checkpoints: Any) -> None:
     """A parameter itself, or one expanded; its carry untouched."""
-    drawn = torch.randn(ROWS, SIZE, 5, dtype=D, generator=torch.Generator().manual_seed(0))
+    drawn = torch.randn(ROWS, SIZE, 5, dtype=D, generator=torch.Generator(HERE).manual_seed(0))
     given = drawn.log_softmax(-1).requires_grad_()
     one = given.detach()[0, 0].requires_grad_()
 
@@ -133,7 +134,7 @@ def test_autocast_around_the_search_alone(checkpoints: Any) -> None:
         h, scores = setting.model.step(h, tokens, context)
         return h.bfloat16(), scores
 
-    with torch.autocast("cpu", dtype=torch.bfloat16):
+    with torch.autocast(HERE.type, dtype=torch.bfloat16):
         ours, true = (setting.search(step, max_steps=5, compact=False, checkpoints=k) for k in (checkpoints, None))
     assert_same(ours, true, setting.wanted, 3e-2)
 

@@ -27,6 +27,7 @@ from tensorloop.loop.checkpoint import references
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tensorloop.memory import collector_off
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
+from tests.support.devices import HERE
 from tests.support.loop_cases import cell, inputs, randn, rotate
 
 STEPS = 6
@@ -171,7 +172,7 @@ class Casts(TorchDispatchMode):
 @pytest.mark.parametrize(("checkpoints", "casts"), [(None, 1), (2, STEPS)])
 def test_autocast_casts_weights_in_every_step(checkpoints: Any, casts: int) -> None:
     linear, init = nn.Linear(8, 8), torch.ones(2, 8)
-    with Casts() as seen, torch.autocast("cpu", dtype=torch.bfloat16):
+    with Casts() as seen, torch.autocast(HERE.type, dtype=torch.bfloat16):
         tl.fori_loop(0, STEPS, lambda i, c: rotate(c) + linear(c).float(), init, checkpoints=checkpoints)
     assert seen.count == casts
 

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 import tensorloop as tl
+from tests.support.devices import HERE
 
 D = torch.float64
 K = pytest.mark.parametrize("k", [1, 2, 4])
@@ -49,7 +50,7 @@ def test_dropout_draws_the_same_masks_and_leaves_the_generator_where_it_was(k, w
 @K
 @pytest.mark.parametrize("first", [0, 3])
 def test_a_generator_of_the_users(k, first, w, x):
-    generator = torch.Generator()
+    generator = torch.Generator(HERE)
 
     def body(i, h):
         return h @ w * torch.rand(2, 3, generator=generator, dtype=D) if i >= first else h @ w
@@ -189,7 +190,7 @@ def test_hooks_fire_once_and_get_the_sum(w, x):
 def test_autocast_is_set_again(w, x):
     def train(k):
         weight = w.detach().float().requires_grad_()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(HERE.type, dtype=torch.bfloat16):
             h = tl.fori_loop(0, 6, lambda i, h: (h @ weight).float() + h.sin(), x.detach().float(), checkpoints=k)
         h.sum().backward()
         return h.detach(), weight.grad

@@ -75,7 +75,9 @@ def test_the_copy_waits_for_the_loop_and_the_loop_for_the_copy_back(monkeypatch:
 
 
 @pytest.mark.parametrize(
-    "x", [torch.arange(3), torch.ones(2, 2, device="cpu").to_sparse(), torch.ones(0)], ids=["", "sparse", "empty"]
+    "x",
+    [torch.arange(3, device="cpu"), torch.ones(2, 2, device="cpu").to_sparse(), torch.ones(0, device="cpu")],
+    ids=["", "sparse", "empty"],
 )
 def test_on_the_cpu_a_copy_is_a_copy(x: Tensor) -> None:
     copy = transfers.to_host(x)

@@ -19,7 +19,7 @@ from typing import Any
 
 import torch
 
-from tests.device import built, fused_cells, recording
+from tests.device import built, fused, recording
 
 HERE = str(Path(__file__).parent)
 DEVICES = 2
@@ -68,7 +68,7 @@ class Watch:
         self.lock = threading.Lock()
         self.told = Watcher(self.tell)
         self.inside = threading.local()
-        self.cells = fused_cells.register(self.one_launch)
+        self.fused = fused.register(self.one_launch)
 
     @contextlib.contextmanager
     def one_launch(self, operation: str) -> Iterator[None]:

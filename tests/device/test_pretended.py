@@ -73,7 +73,7 @@ SYNCS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
     "to the device": (lambda x: x + torch.tensor([1.0], device="cuda"), ["copy to the device"]),
     "filled": (lambda x: x + torch.full((2,), 3.0, device="cuda"), []),
     "nonzero": (lambda x: x.nonzero(), ["nonzero"]),
-    "by a mask": (lambda x: x[x > 0], ["nonzero"]),
+    "by a mask": (lambda x: x[x > 0], ["index by a mask"]),
     "written by a mask": (lambda x: x.index_put_((x > 0,), x.new_ones(1)), ["index by a mask"]),
     "by a list": (lambda x: x[[0, 1]], ["copy to the device"]),
     "by indices": (lambda x: x[torch.arange(2, device="cuda")], []),
@@ -219,8 +219,8 @@ def test_what_is_excluded_exists() -> None:
 
 
 def test_a_test_is_excluded_by_its_name_and_case() -> None:
-    test = "tests/loop/test_loop_errors.py::test_a_body_that_returns_no_pair"
-    assert excluded.reason(f"{test}[eager-tensor-all]") == (excluded.TEXT, True)
-    assert excluded.reason(f"{test}[eager-None-all]") is None
-    assert excluded.reason(f"{test}_more[eager-tensor-all]") is None
+    test = "tests/tensor_array/test_tensor_array_errors.py::test_constructors_refuse"
+    assert excluded.reason(f"{test}[words12]") == (excluded.SPARSE, True)
+    assert excluded.reason(f"{test}[words1]") is None
+    assert excluded.reason(f"{test}_more[words12]") is None
     assert excluded.reason("tests/packed/test_packed_compile.py::test_any[1]") == (excluded.GRAPHS, False)

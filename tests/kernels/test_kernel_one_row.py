@@ -11,6 +11,7 @@ from tensorloop import kernels
 from tensorloop.kernels import cases
 from tensorloop.kernels.past import Sight
 from tests.support.cuda_cases import kernel
+from tests.support.devices import HERE
 
 POISON = [torch.nan, torch.inf, -torch.inf]
 LENS = [3, 0, 70, 1, 2]  # of packed rows
@@ -54,7 +55,7 @@ class Case(NamedTuple):
 
 
 def numbers(*shape: int) -> Tensor:
-    return torch.randn(*shape, generator=torch.Generator().manual_seed(sum(shape)))
+    return torch.randn(*shape, generator=torch.Generator(HERE).manual_seed(sum(shape)))
 
 
 def segments(operation: str) -> Case:

@@ -15,6 +15,7 @@ import tensorloop as tl
 from tensorloop import reference
 from tensorloop.loop.associative import associative_scan
 from tensorloop.testing import assert_matches_reference
+from tests.support.devices import ON
 from tests.support.parallel_cases import (
     Affine,
     Fn,
@@ -233,20 +234,20 @@ RETURNS: list[tuple[Fn, Any, list[str]]] = [
     (lambda a, b: (a, b), TREE, [f"- {WANTED}", f"+ ({WANTED}, {WANTED})"]),
     (lambda a, b: None, TREE, [f"- {WANTED}", "+ * (None)"]),
     (lambda a, b: (), TREE, [f"- {WANTED}", "+ ()"]),
-    (lambda a, b: None, torch.ones(4), ["- Tensor (2,) float32 cpu", "+ None"]),
+    (lambda a, b: None, torch.ones(4), [f"- Tensor (2,) float32 {ON}", "+ None"]),
     (lambda a, b: [a, b], torch.ones(4), ["- *", "+ [*, *]"]),
-    (lambda a, b: (a + b).to("meta"), torch.ones(4), ["- Tensor (2,) float32 cpu", "+ Tensor (2,) float32 meta"]),
-    (lambda a, b: a[0], torch.ones(4, 2), ["- Tensor (2, 2) float32 cpu", "+ Tensor (2,) float32 cpu"]),
-    (lambda a, b: a[:1], torch.ones(4), ["- Tensor (2,) float32 cpu", "+ Tensor (1,) float32 cpu"]),
-    (lambda a, b: a / b, torch.arange(1, 5), ["- Tensor (2,) int64 cpu", "+ Tensor (2,) float32 cpu"]),
+    (lambda a, b: (a + b).to("meta"), torch.ones(4), [f"- Tensor (2,) float32 {ON}", "+ Tensor (2,) float32 meta"]),
+    (lambda a, b: a[0], torch.ones(4, 2), [f"- Tensor (2, 2) float32 {ON}", f"+ Tensor (2,) float32 {ON}"]),
+    (lambda a, b: a[:1], torch.ones(4), [f"- Tensor (2,) float32 {ON}", f"+ Tensor (1,) float32 {ON}"]),
+    (lambda a, b: a / b, torch.arange(1, 5), [f"- Tensor (2,) int64 {ON}", f"+ Tensor (2,) float32 {ON}"]),
     (
         half_wrong,
         TREE,
         [
-            "- ['x']: Tensor (2, 3) float32 cpu",
-            "+ ['x']: Tensor (2, 3) float64 cpu",
-            "- ['pair'][1]: Tensor (2, 2) float32 cpu",
-            "+ ['pair'][1]: Tensor () float32 cpu",
+            f"- ['x']: Tensor (2, 3) float32 {ON}",
+            f"+ ['x']: Tensor (2, 3) float64 {ON}",
+            f"- ['pair'][1]: Tensor (2, 2) float32 {ON}",
+            f"+ ['pair'][1]: Tensor () float32 {ON}",
         ],
     ),
 ]

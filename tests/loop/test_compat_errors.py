@@ -8,6 +8,7 @@ import torch
 
 import tensorloop as tl
 from tests.support.compat_cases import both
+from tests.support.devices import ON
 
 X = torch.ones(3, 2)
 # of any type: most of what is given here is wrong
@@ -25,7 +26,7 @@ ERRORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         "one thing",
         lambda: torch_scan(lambda c, x: c, X[0], X),
         TypeError,
-        "torch_scan: combine_fn must return (carry, y), got Tensor (2,) float32 cpu",
+        f"torch_scan: combine_fn must return (carry, y), got Tensor (2,) float32 {ON}",
     ),
     (
         "one argument",
@@ -38,7 +39,7 @@ ERRORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         lambda: torch_scan(lambda h, x: (h + x, x), torch.zeros(1), X),
         TypeError,
         "torch_scan: the body changed the carry at step 0 (h is its carry; - what was, + what it returned):\n"
-        "  - h: Tensor (1,) float32 cpu\n  + h: Tensor (2,) float32 cpu",
+        f"  - h: Tensor (1,) float32 {ON}\n  + h: Tensor (2,) float32 {ON}",
     ),
     (
         "another dict",
@@ -105,14 +106,14 @@ ERRORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         lambda: torch_while_loop(lambda i: i < 3, lambda i: (torch.tensor(i),), (0,)),
         TypeError,
         "torch_while_loop: the body changed the carry at step 0 (carried_inputs is its carry; - what was, + what it "
-        "returned):\n  - carried_inputs[0]: int\n  + carried_inputs[0]: Tensor () int64 cpu\nA Python number keeps "
+        f"returned):\n  - carried_inputs[0]: int\n  + carried_inputs[0]: Tensor () int64 {ON}\nA Python number keeps "
         "its type: begin with a torch.tensor(...) in carried_inputs",
     ),
     (
         "a condition of rows",
         lambda: torch_while_loop(lambda x: x < 3, lambda x: (x + 1,), (X,)),
         TypeError,
-        "torch_while_loop: cond_fn must return a bool or a bool tensor of one element, got Tensor (3, 2) bool cpu; "
+        f"torch_while_loop: cond_fn must return a bool or a bool tensor of one element, got Tensor (3, 2) bool {ON}; "
         "tl.while_loop has rows",
     ),
     (
@@ -132,7 +133,7 @@ ERRORS: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         lambda: torch_associative_scan(lambda a, b: (a + b).sum(), X, 0),
         TypeError,
         "torch_associative_scan: combine_fn must return elements like those it gets; these leaves were (-) and are "
-        "(+):\n  - Tensor (2,) float32 cpu\n  + Tensor () float32 cpu",
+        f"(+):\n  - Tensor (2,) float32 {ON}\n  + Tensor () float32 {ON}",
     ),
     (
         "an element of another type",

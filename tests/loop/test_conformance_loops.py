@@ -19,6 +19,7 @@ from torch.utils._pytree import tree_map
 import tensorloop as tl
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tensorloop.memory import LiveStorages, collector_off
+from tests.support.devices import HERE
 from tests.support.loop_cases import (
     Counter,
     Ours,
@@ -56,7 +57,7 @@ def noisy(i: int, c: Tensor, norm: nn.Module, generator: torch.Generator) -> Ten
 def test_random_numbers_and_buffers_in_backward_passes_of_every_order(checkpoints: Any) -> None:
     def run(loops: Any) -> Any:
         torch.manual_seed(0)
-        norm, generator, init = nn.BatchNorm1d(4, dtype=D), torch.Generator().manual_seed(7), randn(5, 4)
+        norm, generator, init = nn.BatchNorm1d(4, dtype=D), torch.Generator(HERE).manual_seed(7), randn(5, 4)
         assert norm.weight is not None
         wanted = (init, norm.weight)
         value = loops.fori_loop(0, 4, lambda i, c: noisy(i, c, norm, generator), init).sin().sum()
@@ -74,7 +75,7 @@ def test_random_numbers_and_buffers_in_backward_passes_of_every_order(checkpoint
 def test_batched_gradients_of_a_loop_that_draws_random_numbers(checkpoints: Any) -> None:
     def run(loops: Any) -> Any:
         torch.manual_seed(0)
-        generator, init = torch.Generator().manual_seed(7), randn(4)
+        generator, init = torch.Generator(HERE).manual_seed(7), randn(4)
 
         def body(i: int, c: Tensor) -> Tensor:
             return rotate(c) + F.dropout(c, 0.3) + torch.rand(4, generator=generator, dtype=D) * c.sin()

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from torch.autograd import grad
 
 import tensorloop as tl
+from tests.support.devices import HERE
 from tests.support.loop_cases import Ours, Plain, randn, with_and_without_checkpoints
 
 FOLDER = Path(__file__).parents[2] / "profiling"
@@ -26,7 +27,7 @@ D = torch.float64
 @pytest.mark.parametrize("needs", [False, True])
 def test_a_weight_that_is_closed_over_whatever_the_init_needs(needs: bool, kind: str, checkpoints: Any) -> None:
     """torch.while_loop: where init needs no gradient, the error of the weights' one is of its own size."""
-    made = torch.Generator().manual_seed(0)
+    made = torch.Generator(HERE).manual_seed(0)
     weight = torch.randn(4, 4, generator=made, dtype=D).requires_grad_()
     layer = nn.Linear(4, 4, dtype=D)
     wanted = [weight] if kind == "tensor" else [*layer.parameters()]
@@ -72,6 +73,7 @@ def script() -> Iterator[Any]:
             del sys.modules[name]
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_the_script_that_holds_both_against_a_python_loop(script: Any) -> None:
     args = script.SCRIPT.arguments(["--quick"])
     cells = [cell for cell in script.cells(args) if cell["torch"] == "this" and cell["way"] == "ours"]

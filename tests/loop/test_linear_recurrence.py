@@ -77,6 +77,7 @@ def test_wide_rows_are_cut_into_blocks() -> None:
     assert_like_the_loop(a[:, :1, :1], b, None, 2, True)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_the_kernel_and_torch_operations_agree() -> None:
     for dtype, shape, reverse in itertools.product((torch.float32, D), [(9,), (3, 9, 2), (2, 9, 0)], (False, True)):
         a, b = turning(*shape, dtype=dtype).detach(), torch.randn(shape, dtype=dtype)

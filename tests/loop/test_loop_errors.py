@@ -15,6 +15,7 @@ from torch import Tensor
 
 import tensorloop
 from tensorloop.loop.called import Called
+from tests.support.devices import ON
 from tests.support.loop_cases import Counter, randn, rotate, with_and_without_checkpoints
 
 tl: Any = tensorloop  # most calls here are wrong on purpose, and no type checker need say so
@@ -106,7 +107,7 @@ def test_arguments_of_the_wrong_value_before_any_call(call: Callable[[Any], Any]
         (None, "got None"),
         ((ZERO,), "got a tuple of 1"),
         ((ZERO, ZERO, ZERO), "got a tuple of 3"),
-        (ZERO, "got Tensor (2,) float32 cpu"),
+        (ZERO, f"got Tensor (2,) float32 {ON}"),
         ({"carry": 1}, "got dict"),
     ],
     ids=["None", "1", "3", "tensor", "dict"],
@@ -155,9 +156,9 @@ def test_another_structure_names_both_and_the_keys_that_differ(checkpoints: Any)
     assert "scan: the body returned a carry of another structure at step 0" in message
     assert "- {'a': *, 'state': [*, {'x': *, 'y': *}]}" in message
     assert "+ {'a': *, 'state': [*, {'x': *, 'z': *}], 'more': *}" in message
-    assert "- carry['state'][1]['y']: Tensor (2,) float32 cpu" in message
-    assert "+ carry['state'][1]['z']: Tensor (2,) float32 cpu" in message
-    assert "+ carry['more']: Tensor (2,) float32 cpu" in message
+    assert f"- carry['state'][1]['y']: Tensor (2,) float32 {ON}" in message
+    assert f"+ carry['state'][1]['z']: Tensor (2,) float32 {ON}" in message
+    assert f"+ carry['more']: Tensor (2,) float32 {ON}" in message
     assert "carry['a']" not in message
 
 
@@ -200,14 +201,14 @@ def test_every_leaf_that_differs_is_named_at_the_first_step_that_differs(checkpo
     lines = str(error.value).splitlines()
     assert lines[0] == "fori_loop: the body changed the carry at step 2 (- what was, + what it returned):"
     assert lines[1:9] == [
-        "  - carry['a']: Tensor (2,) float32 cpu",
-        "  + carry['a']: Tensor (2, 1) float32 cpu",
-        "  - carry['b'][0]: Tensor (2,) float32 cpu",
-        "  + carry['b'][0]: Tensor (2,) float64 cpu",
+        f"  - carry['a']: Tensor (2,) float32 {ON}",
+        f"  + carry['a']: Tensor (2, 1) float32 {ON}",
+        f"  - carry['b'][0]: Tensor (2,) float32 {ON}",
+        f"  + carry['b'][0]: Tensor (2,) float64 {ON}",
         "  - carry['b'][1]: int",
         "  + carry['b'][1]: float",
         "  - carry['d']: None",
-        "  + carry['d']: Tensor (1,) float32 cpu",
+        f"  + carry['d']: Tensor (1,) float32 {ON}",
     ]
     assert "begin with a float in init" in lines[9]
     assert "raised in step 2 of fori_loop" in error.value.__notes__
@@ -246,7 +247,7 @@ def test_a_carry_is_called_what_the_body_calls_it(body: Any, name: str, checkpoi
     lines = str(error.value).splitlines()
     said = "" if name == "carry" else f"{name} is its carry; "
     assert lines[0] == f"fori_loop: the body changed the carry at step 0 ({said}- what was, + what it returned):"
-    assert lines[1] == f"  - {name}['h']: Tensor (2,) float32 cpu"
+    assert lines[1] == f"  - {name}['h']: Tensor (2,) float32 {ON}"
 
 
 def test_functions_in_c_have_no_names() -> None:
@@ -259,7 +260,7 @@ def test_a_lost_key_stands_under_the_users_name() -> None:
         tl.scan(lambda state, x: ({"a": x}, None), {"a": ZERO, "b": ZERO}, XS)
     lines = str(error.value).splitlines()
     assert lines[0] == "scan: the body returned a carry of another structure at step 0 (state is its carry):"
-    assert "  - state['b']: Tensor (2,) float32 cpu" in lines
+    assert f"  - state['b']: Tensor (2,) float32 {ON}" in lines
 
 
 def test_nobody_asks_for_names_while_all_goes_well(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -282,7 +283,7 @@ def test_other_strides_are_no_error(checkpoints: Any) -> None:
 
 @with_and_without_checkpoints
 def test_an_init_that_broadcasts_against_x_is_caught(checkpoints: Any) -> None:
-    message = re.escape("- c: Tensor () float32 cpu\n  + c: Tensor (2,) float32 cpu\nA carry keeps its shape")
+    message = re.escape(f"- c: Tensor () float32 {ON}\n  + c: Tensor (2,) float32 {ON}\nA carry keeps its shape")
     with pytest.raises(TypeError, match=message):
         tl.scan(lambda c, x: (c + x, None), torch.zeros(()), XS, checkpoints=checkpoints)
 
@@ -306,7 +307,7 @@ def test_a_number_that_becomes_a_tensor_is_refused(init: Any, checkpoints: Any) 
 )
 def test_another_kind_of_array_is_refused(array: Any, checkpoints: Any) -> None:
     init = tl.TensorArray.unstack(torch.zeros(1, 2))
-    with pytest.raises(TypeError, match=re.escape("- c: TensorArray of (2,) float32 cpu\n  + c: TensorArray of")):
+    with pytest.raises(TypeError, match=re.escape(f"- c: TensorArray of (2,) float32 {ON}\n  + c: TensorArray of")):
         tl.fori_loop(0, 2, lambda i, c: array, init, checkpoints=checkpoints)
 
 

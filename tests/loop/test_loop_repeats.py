@@ -14,6 +14,7 @@ from torch.autograd import grad
 
 import tensorloop as tl
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
+from tests.support.devices import HERE
 from tests.support.loop_cases import randn, rotate
 
 STEPS = 6
@@ -328,7 +329,7 @@ def test_a_check_sees_arrays_in_the_carry() -> None:
 @pytest.mark.parametrize("k", [1, 2, STEPS])
 def test_a_check_lets_steps_pass_that_repeat_themselves(k: int, dtype: torch.dtype) -> None:
     """With torch's random numbers, a generator of the user's, arrays, rows that stop; others may draw in between."""
-    generator, init, w = torch.Generator(), randn(3, 2).to(dtype), randn(2)
+    generator, init, w = torch.Generator(HERE), randn(3, 2).to(dtype), randn(2)
 
     def gradients(checkpoints: Any) -> list[Tensor]:
         torch.manual_seed(0)

@@ -10,6 +10,7 @@ from torch.autograd import grad
 
 import tensorloop as tl
 from tensorloop import reference
+from tests.support.devices import HERE
 from tests.support.loop_cases import (
     Counter,
     Ours,
@@ -83,7 +84,7 @@ def test_each_row_is_as_if_alone(max_steps: int | None, compact: bool, checkpoin
 @compact_or_not
 def test_random_lengths_of_many_rows(compact: bool, checkpoints: Any) -> None:
     init, w = randn(23, 2), randn(2, seed=1)
-    limits = torch.randint(0, 12, (23,), generator=torch.Generator().manual_seed(4))
+    limits = torch.randint(0, 12, (23,), generator=torch.Generator(HERE).manual_seed(4))
 
     def body(carry: Any) -> Any:
         x, sums, limit, n = carry

@@ -10,6 +10,7 @@ from torch import Tensor
 from torch.func import grad, jacrev, vmap
 
 import tensorloop as tl
+from tests.support.devices import HERE
 from tests.support.loop_cases import rotate, with_and_without_checkpoints
 
 D = torch.float64
@@ -173,7 +174,7 @@ def random_program(seed: int) -> Callable[..., Tensor]:
 @pytest.mark.extended("[1", "[2")
 def test_random_nested_solvers(seed: int) -> None:
     program = random_program(seed)
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(HERE).manual_seed(seed)
     x, a = (torch.randn(4, dtype=D, generator=generator) for _ in range(2))
     a[seed % 4] = 0.0  # no steps
     agree(program, x, a)

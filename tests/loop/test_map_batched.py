@@ -15,6 +15,7 @@ import tensorloop as tl
 from tensorloop._common.errors import named
 from tensorloop.loop.chunked_map import map_in_chunks
 from tensorloop.testing import assert_linear_memory, assert_matches_reference, assert_no_leak, assert_saved_bytes
+from tests.support.devices import ON
 from tests.support.parallel_cases import work
 
 Fn = Callable[[Any], Any]
@@ -243,7 +244,7 @@ def test_bad_arguments_and_outputs_are_refused(arguments: tuple[Any, ...], error
         (lambda x: [x, 1.0], ["- [1]: int", "+ [1]: float"]),
         (
             lambda x: [x[:1], None],
-            ["- [0]: Tensor (2,) float32 cpu", "+ [0]: Tensor (1,) float32 cpu", "- [1]: int", "+ [1]: None"],
+            [f"- [0]: Tensor (2,) float32 {ON}", f"+ [0]: Tensor (1,) float32 {ON}", "- [1]: int", "+ [1]: None"],
         ),
         (lambda x: (x, 1), ["- [*, *]", "+ (*, *)"]),
         (lambda x: 4, ["- [*, *]", "+ * (int)"]),

@@ -14,6 +14,7 @@ import tensorloop as tl
 from tensorloop import reference
 from tensorloop.ordering import Graph, Ordering, block_masks
 from tensorloop.testing import assert_matches_reference
+from tests.support.devices import HERE
 from tests.support.ordering_cases import dense, points, random_mask
 
 ordering = tl.ordering
@@ -83,7 +84,7 @@ def test_attention_and_its_gradients_are_those_of_the_dense_mask(name: str, size
         return found.undo(tl.attention(found.apply(q), found.keys.apply(k), found.keys.apply(v), block_mask=mask))
 
     n, m = found.graph.shape
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HERE).manual_seed(0)
     q, k, v = (
         torch.randn(2, length, heads, 3, dtype=torch.float64, generator=generator).requires_grad_()
         for length, heads in ((n, 4), (m, 2), (m, 2))

@@ -23,6 +23,7 @@ from torch.utils.data import DataLoader
 import tensorloop as tl
 from tensorloop import reference
 from tensorloop.packed import Dim, PackedTensor, collate, pack_padded
+from tests.support.devices import HERE
 
 LENS = st.lists(st.integers(0, 5), max_size=5)
 MIXED = [3, 0, 4, 1]
@@ -46,7 +47,7 @@ def test_facts():
     assert p.max_len == 4
     assert p.dims == (p.dims[0], 2)
     assert p.unpacked_dims == (4, p.dims[0], 2)
-    assert (p.dtype, p.device.type, p.requires_grad) == (torch.float64, "cpu", False)
+    assert (p.dtype, p.device.type, p.requires_grad) == (torch.float64, HERE.type, False)
 
 
 @given(lens=LENS)
@@ -315,7 +316,8 @@ def test_cu_seqlens():
 @given(lens=st.lists(st.integers(1, 5), min_size=1, max_size=5))
 def test_packed_sequences(lens: list[int]):
     rows = [torch.randn(n, 2) for n in lens]
-    theirs = pack_sequence(rows, enforce_sorted=False)
+    with torch.device("cpu"):  # where torch wants lengths to be
+        theirs = pack_sequence(rows, enforce_sorted=False)
     p = PackedTensor.from_list(rows).requires_grad_()
     ours = p.to_packed_sequence()
     # Rows of equal length may come in another order; what is read back is the same.
@@ -331,7 +333,7 @@ def test_packed_sequences(lens: list[int]):
 
 def test_a_sorted_packed_sequence():
     x = torch.randn(3, 4, 2)
-    sequence = pack_padded_sequence(x, torch.tensor([4, 2, 1]), batch_first=True)
+    sequence = pack_padded_sequence(x, torch.tensor([4, 2, 1], device="cpu"), batch_first=True)
     assert sequence.unsorted_indices is None
     assert torch.equal(PackedTensor.from_packed_sequence(sequence).pad()[0], x[0])
     with pytest.raises(ValueError, match="no empty rows"):
@@ -401,7 +403,7 @@ def test_a_document_mask_makes_flex_attention_that_of_each_row(causal: bool):
     lens = [70, 0, 150, 1, 40]  # FlexAttention's blocks are of 128
     q, k, v = torch.randn(3, sum(lens), 2, 16)
     p = PackedTensor(q, lens)
-    mask = create_block_mask(p.document_mask(causal), None, None, len(q), len(q), device="cpu")
+    mask = create_block_mask(p.document_mask(causal), None, None, len(q), len(q), device=HERE)
     with torch.no_grad(), warnings.catch_warnings():  # it warns, once a process, that it runs without a compiler
         warnings.simplefilter("ignore")
         a, b, c = (x.transpose(0, 1)[None] for x in (q, k, v))

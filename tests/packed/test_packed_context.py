@@ -11,6 +11,7 @@ from tensorloop import beam
 from tensorloop.memory import saved
 from tests.support import beam_cases as cases
 from tests.support.beam_cases import BOS, EOS
+from tests.support.devices import HERE
 
 D = torch.float64
 LENS = [3, 0, 5, 1, 2, 4]  # an empty row among them
@@ -21,7 +22,7 @@ in_every_way = pytest.mark.parametrize("keeping", KEEPING, ids=lambda x: f"{x['c
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed)).requires_grad_()
+    return torch.randn(*shape, dtype=D, generator=torch.Generator(HERE).manual_seed(seed)).requires_grad_()
 
 
 TURN = torch.linalg.qr(randn(WIDTH, WIDTH, seed=9).detach())[0]

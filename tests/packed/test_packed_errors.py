@@ -8,6 +8,7 @@ import torch.nn.functional as F
 from torch import nn
 
 from tensorloop.packed import Dim, PackedTensor, pack_padded
+from tests.support.devices import ON
 
 MIXED = [3, 0, 4, 1]
 VALUES = torch.randn(8, 3)
@@ -43,7 +44,7 @@ MAKING: list[tuple[str, Any, type[Exception], str]] = [
     ("0-d values", lambda: PackedTensor(torch.tensor(1.0), [1]), ValueError, "got a 0-d tensor"),
     ("a list", lambda: PackedTensor([1.0], [1]), TypeError, "expected a tensor, got list"),  # pyright: ignore
     ("packed", lambda: PackedTensor(packed(), MIXED), TypeError, "values are packed already"),  # pyright: ignore
-    ("device", lambda: packed(torch.tensor(MIXED, device="meta")), ValueError, "lens are on meta, values on cpu"),
+    ("device", lambda: packed(torch.tensor(MIXED, device="meta")), ValueError, f"lens are on meta, values on {ON}"),
     ("name", lambda: Dim(1, [3]), TypeError, "name must be a string or None, got int 1"),  # pyright: ignore
     ("rows", lambda: pack_padded(PADDED, [1, 2]), ValueError, r"x must be \(B, T, \*F\) with B = 2"),
     ("longer", lambda: pack_padded(PADDED, [1, 6, 1, 1]), ValueError, r"lens\[1\] is 6, but x has 5 steps"),

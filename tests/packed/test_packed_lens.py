@@ -11,6 +11,7 @@ from torch.nn.attention.flex_attention import create_block_mask
 
 import tensorloop as tl
 from tensorloop.packed import Dim, PackedTensor, collate, pack_padded
+from tests.support.devices import HERE
 
 LENS = [3, 0, 4, 1]
 FACTS = ("lens", "offsets", "row_ids", "positions")
@@ -56,7 +57,7 @@ SEQUENCE = PackedTensor(V, [3, 4, 1]).to_packed_sequence()
 with warnings.catch_warnings():  # of the strided layout, that it is a prototype
     warnings.simplefilter("ignore")
     NESTED = torch.nested.nested_tensor(ROWS)
-BLOCKS = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device="cpu", BLOCK_SIZE=2)
+BLOCKS = create_block_mask(lambda b, h, q, k: q >= k, 1, 1, 8, 8, device=HERE, BLOCK_SIZE=2)
 LSTM, MHA = nn.LSTM(4, 3, batch_first=True), nn.MultiheadAttention(4, 2, batch_first=True)
 
 
@@ -79,7 +80,7 @@ ELSEWHERE: dict[str, Callable[[], Any]] = {
     "every other row": lambda: packed()[::2],
     "time": lambda: torch.cat([packed(), packed()], 1),
     "lstm": lambda: LSTM(packed())[0],
-    "scan": lambda: tl.scan(lambda c, x: (c + x, c * x), torch.zeros(4, 4, device="cpu"), packed(), checkpoints=2)[1],
+    "scan": lambda: tl.scan(lambda c, x: (c + x, c * x), V.new_zeros(4, 4), packed(), checkpoints=2)[1],
     "attention": lambda: tl.attention(*[PackedTensor(HEADS, LENS)] * 3, causal=True),
     "attention of few and long": lambda: tl.attention(*[PackedTensor(LONG, [1, 50, 49, 300])] * 3, causal=True),
     "attention of blocks": lambda: tl.attention(*[HEADS[None]] * 3, block_mask=BLOCKS),
@@ -96,8 +97,8 @@ def test_a_default_device_other_than_that_of_the_values(make: Callable[[], Any])
     expected = make()
     with torch.device("meta"):
         out = make()
-    assert numbers(out).device.type == "cpu"
+    assert numbers(out).device == HERE
     torch.testing.assert_close(numbers(out), numbers(expected), equal_nan=True)
     if isinstance(out, PackedTensor):
-        assert out.lens.device.type == "cpu"
+        assert out.lens.device == HERE
         assert out.lens.tolist() == expected.lens.tolist()

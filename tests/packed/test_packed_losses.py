@@ -268,6 +268,7 @@ def test_ctc_of_nothing():
         ]
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_ctc_keeps_a_number_a_state_and_frame():
     lens, sizes = [50, 3, 0, 20], [7, 1, 0, 6]
     values, targets = ctc_case(lens, sizes, torch.float32, V=30)
@@ -322,6 +323,7 @@ class Largest(TorchDispatchMode):
         return out
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 @pytest.mark.parametrize("order", [1, 2, "func"])
 def test_ctc_pads_no_row(order: Any) -> None:
     """One long row among short ones: padded they would have thirty times as many numbers."""

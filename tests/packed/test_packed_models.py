@@ -9,6 +9,7 @@ from torch import Tensor, nn
 
 from tensorloop.attention import attention
 from tensorloop.packed import Dim, PackedTensor, pack_padded
+from tests.support.devices import HERE
 
 MIXED = [3, 5, 1, 4]
 
@@ -198,7 +199,7 @@ def test_autocast_gives_one_dtype_whatever_the_rows(layer: Any, lens: list[int],
     model = layer(4, 3, num_layers=2, bidirectional=True, batch_first=True)
     x = torch.randn(2, 6, 4)
     p = pack_padded(x, lens)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(HERE.type, torch.bfloat16):
         try:
             padded, ended = model(x.to(dtype))
         except RuntimeError:  # oneDNN has no such LSTM where the CPU has no instructions for bfloat16

@@ -18,6 +18,7 @@ from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.static_ops import STATIC
 from tensorloop.packed.time import channels_first, convolution
 from tests.support import packed_cases as cases
+from tests.support.devices import HERE
 
 LENS = [[3, 0, 4, 1, 2], [9, 40, 1]]
 POISON = [torch.nan, torch.inf, -torch.inf]
@@ -86,7 +87,7 @@ def bits(x: Tensor) -> Tensor:
 def assert_rows_apart(
     case: Callable[[Any], Any], make: Callable[..., Any], lens: list[int], dtype: torch.dtype, name: str
 ) -> None:
-    values = torch.randn(sum(lens), cases.FEATURES, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    values = torch.randn(sum(lens), cases.FEATURES, dtype=torch.float64, generator=torch.Generator(HERE).manual_seed(1))
     values = values.to(dtype)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore", UserWarning)  # what pads says so

@@ -9,6 +9,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tensorloop.packed import PackedTensor
+from tests.support.devices import HERE
 
 LENS = [1, 2, 3, 5, 7, 16, 50, 333, 1000, 20_000]
 TOLERANCE = {torch.float64: 1e-11, torch.float32: 2e-5, torch.float16: 4e-3, torch.bfloat16: 4e-2}
@@ -16,7 +17,7 @@ each_dtype = pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
 
 
 def rows(dtype: torch.dtype, lens: list[int] = LENS) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(0)
+    generator = torch.Generator(HERE).manual_seed(0)
     return [torch.randn(2, n, dtype=torch.float64, generator=generator).to(dtype) for n in lens]
 
 

@@ -59,7 +59,7 @@ def test_in_order() -> None:
 
 
 def test_epochs_and_seeds() -> None:
-    lens = torch.randint(1, 50, (300,), generator=torch.Generator().manual_seed(0))
+    lens = torch.randint(1, 50, (300,), device="cpu", generator=torch.Generator().manual_seed(0))
 
     def plan(seed: int, epoch: int) -> list[list[int]]:
         sampler = BatchSampler(lens, 500, seed=seed)
@@ -73,7 +73,7 @@ def test_epochs_and_seeds() -> None:
 
 def test_batches_are_full_and_of_like_lengths() -> None:
     """Lengths as of speech: 1 to 30 seconds in frames; four processes."""
-    lens = torch.randint(100, 3000, (5000,), generator=torch.Generator().manual_seed(1))
+    lens = torch.randint(100, 3000, (5000,), device="cpu", generator=torch.Generator().manual_seed(1))
     most, world = 40_000, 4
     plans = [list(BatchSampler(lens, most, rank=rank, world_size=world)) for rank in range(world)]
     batches = [lens[batch] for plan in plans for batch in plan]

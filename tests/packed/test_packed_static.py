@@ -16,6 +16,7 @@ from torch.utils.checkpoint import checkpoint
 import tensorloop as tl
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.packed import StaticPackedTensor
+from tests.support.devices import ON
 
 LENS = [[3, 0, 4, 1], [0, 0], [5], [], [2, 2, 0]]
 torch.manual_seed(0)
@@ -414,7 +415,11 @@ REFUSED: list[tuple[Callable[[], Any], type[Exception], str]] = [
     (lambda: StaticPackedTensor.from_padded(VALUES[None], GIVEN[:1], -1), ValueError, "capacity is -1; it is a number"),
     (lambda: StaticPackedTensor.from_packed(P, 9), TypeError, "p must be a PackedTensor, got StaticPackedTensor"),  # pyright: ignore
     (lambda: StaticPackedTensor.from_packed(P.trim(), 9, max_len=1), ValueError, "max_len is 1, but a row has 2"),
-    (lambda: StaticPackedTensor(VALUES, GIVEN.to("meta")), ValueError, "lens are on meta, values on cpu; a copy would"),
+    (
+        lambda: StaticPackedTensor(VALUES, GIVEN.to("meta")),
+        ValueError,
+        f"lens are on meta, values on {ON}; a copy would",
+    ),
     (lambda: P.__setitem__(0, 1), TypeError, "__setitem__: "),
     (lambda: P.to("meta"), TypeError, "rows stay on the device of lens"),
     (lambda: P.flip(0), TypeError, r"dim 0 would put rows in another order; use p.pad\(\).flip\(0\)"),

@@ -109,6 +109,7 @@ def test_derivatives():
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, D])
+@pytest.mark.usefixtures("on_the_cpu")
 def test_the_kernel_is_the_formula(dtype: torch.dtype):
     frames, widths = torch.tensor([50, 1, 0, 30, 7]), torch.tensor([12, 1, 3, 1, 20])
     offsets = torch.cat([torch.zeros(1, dtype=torch.int64), (frames * widths).cumsum(0)])
@@ -200,6 +201,7 @@ def test_a_transducer_row_by_row_and_whole():
     assert_matches_reference(by_row, dense, *inputs)
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_what_it_keeps_and_that_nothing_is_padded():
     frames, tokens = [200, 2, 2, 2, 2, 2], [[1] * 3, [1] * 20, [1], [], [2], [3] * 20]
     lens = [t * (len(y) + 1) for t, y in zip(frames, tokens, strict=True)]

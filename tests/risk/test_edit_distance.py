@@ -332,7 +332,7 @@ def busy_threads(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 
 
 @pytest.mark.parametrize("operation", ARGUMENTS)
-@pytest.mark.usefixtures("busy_threads")
+@pytest.mark.usefixtures("busy_threads", "on_the_cpu")
 def test_threads_change_nothing(operation: str) -> None:
     a, b = flat(drawn(torch.randint(0, 90, (60,)).tolist(), 4)), flat(drawn(torch.randint(0, 90, (20,)).tolist(), 4))
     for args in [(*a, *b), (*flat([]), *flat([])), (*flat([[1]]), *flat([[2]]))]:
@@ -342,6 +342,7 @@ def test_threads_change_nothing(operation: str) -> None:
         )
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_the_table_has_them() -> None:
     tokens = torch.tensor([1, 2])
     for operation in ARGUMENTS:
@@ -355,6 +356,7 @@ WRONG_OFFSETS = [[0, 3, 2, 5], [1, 2, 5], [0, 2, 6], [0, 2, 4], [0, -1, 5], []]
 
 @pytest.mark.parametrize("operation", ARGUMENTS)
 @pytest.mark.parametrize("wrong", WRONG_OFFSETS, ids=str)
+@pytest.mark.usefixtures("on_the_cpu")
 def test_wrong_offsets_touch_no_memory(operation: str, wrong: list[int]) -> None:
     tokens, right = torch.arange(5), torch.tensor([0, 5])
     bad = torch.tensor(wrong, dtype=torch.int64)
@@ -364,6 +366,7 @@ def test_wrong_offsets_touch_no_memory(operation: str, wrong: list[int]) -> None
 
 
 @pytest.mark.parametrize("operation", ARGUMENTS)
+@pytest.mark.usefixtures("on_the_cpu")
 def test_rows_that_do_not_divide_touch_no_memory(operation: str) -> None:
     three, two, none = flat([[1], [2], [3]]), flat([[1], [2]]), flat([])
     for a, b in [(three, two), (two, three), (two, none)]:
@@ -372,6 +375,7 @@ def test_rows_that_do_not_divide_touch_no_memory(operation: str) -> None:
 
 
 @pytest.mark.parametrize("operation", ARGUMENTS)
+@pytest.mark.usefixtures("on_the_cpu")
 def test_nothing_around_the_rows_is_read(operation: str) -> None:
     # The rows lie within a buffer of other tokens; one read too many would change the result.
     a, b = drawn([64, 3, 0, 65], 3), drawn([63, 5, 2, 64], 3)

@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorloop.packed import PackedTensor
 from tensorloop.risk import edit_distance, leave_one_out, minimum_risk, mwer, sentence_bleu, stochastic_beam_risk
+from tests.support.devices import ON
 
 META = torch.device("meta")
 
@@ -82,9 +83,9 @@ def test_rows(function: Callable[..., Any], a: Any, b: Any, error: type[Exceptio
 
 def test_devices_of_rows_and_table() -> None:
     there = PackedTensor(torch.ones(3, dtype=torch.int64, device=META), torch.tensor([3]))
-    with pytest.raises(ValueError, match=r"^edit_distance: a is on meta, b on cpu; move one of them$"):
+    with pytest.raises(ValueError, match=rf"^edit_distance: a is on meta, b on {ON}; move one of them$"):
         edit_distance(there, [torch.ones(1, dtype=torch.int64)])
-    with pytest.raises(ValueError, match=r"^edit_distance: substitution is on meta, the tokens on cpu; move one$"):
+    with pytest.raises(ValueError, match=rf"^edit_distance: substitution is on meta, the tokens on {ON}; move one$"):
         edit_distance([[1]], [[1]], substitution=torch.ones(2, 2, device=META))
 
 
@@ -164,7 +165,7 @@ ARGUMENTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"risks": torch.zeros(2)}, ValueError, "risks must have the shape of scores, (2, 3) or (6,), got (2,)"),
     ({"risks": GOOD + 1j}, TypeError, "risks must hold real numbers, got dtype torch.complex64"),
     ({"risks": 1.0}, TypeError, "risks: expected a tensor, got float 1.0; wrap it with torch.as_tensor"),
-    ({"risks": GOOD.to(META)}, ValueError, "risks must be on cpu as scores are, got meta; move one of them"),
+    ({"risks": GOOD.to(META)}, ValueError, f"risks must be on {ON} as scores are, got meta; move one of them"),
     (
         *({"valid": GOOD}, TypeError),
         "valid must be a bool tensor (B, K), got a tensor of shape (2, 3) and dtype torch.float32",

@@ -11,6 +11,7 @@ from torch.autograd import grad
 
 from tensorloop import reference
 from tensorloop.risk import stochastic_beam_risk
+from tests.support.devices import HERE
 
 SHARES = (1, 2, 3, 4, 6)  # the probabilities, times 16
 RISKS = torch.tensor([3.0, 0.5, 2.0, -1.0, 1.5], dtype=torch.float64)
@@ -32,7 +33,7 @@ def outcomes(k: int, size: int = NODES) -> Outcomes:
     1 - q_i = v^n_i: the density of kappa over v is a polynomial, which Gauss and Legendre integrate exactly.
     """
     nodes, weights = np.polynomial.legendre.leggauss(size)
-    v, weights = torch.from_numpy(nodes / 2 + 0.5), torch.from_numpy(weights / 2)
+    v, weights = (torch.from_numpy(x).to(HERE) for x in (nodes / 2 + 0.5, weights / 2))
     parts = []
     for chosen in itertools.combinations(range(len(SHARES)), k):
         left = sum(SHARES) - sum(SHARES[i] for i in chosen)

@@ -11,6 +11,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import beam, reference
 from tensorloop.beam.length import find_bound
+from tests.support.devices import HERE
 
 BOS, EOS = 0, 1
 
@@ -24,7 +25,7 @@ class Table(NamedTuple):
 
     @classmethod
     def random(cls, rows: int, vocabulary: int, seed: int = 0, spread: float = 1.0, eos: float = 0.0) -> "Table":
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(HERE).manual_seed(seed)
         logits = spread * torch.randn(rows, *[vocabulary] * 3, dtype=torch.float64, generator=generator)
         logits[..., EOS] += eos
         return cls(logits)
@@ -135,7 +136,7 @@ class Recurrent(torch.nn.Module):
 
     def __init__(self, vocabulary: int = 6, width: int = 5, dtype: torch.dtype = torch.float64, seed: int = 0) -> None:
         super().__init__()
-        generator = torch.Generator().manual_seed(seed)
+        generator = torch.Generator(HERE).manual_seed(seed)
 
         def weight(*shape: int) -> torch.nn.Parameter:
             return torch.nn.Parameter(torch.randn(*shape, generator=generator, dtype=torch.float64).to(dtype))

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop import reference
+from tests.support.devices import HERE
 
 CHECKPOINTS = [None, 1, 3]
 NAMES = ["all", "K=1", "K=3"]
@@ -100,7 +101,7 @@ def fresh(inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 def cotangents(outputs: Sequence[Tensor]) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(1)
+    generator = torch.Generator(HERE).manual_seed(1)
     return [torch.randn(x.shape, generator=generator, dtype=torch.float64).to(x.dtype) for x in outputs]
 
 
@@ -131,7 +132,7 @@ def compare(
 
 
 def randn(*shape: int, seed: int = 0, grad: bool = True, dtype: torch.dtype = torch.float64) -> Tensor:
-    generator = torch.Generator().manual_seed(1000 * seed + math.prod(shape) + len(shape))
+    generator = torch.Generator(HERE).manual_seed(1000 * seed + math.prod(shape) + len(shape))
     return torch.randn(shape, generator=generator, dtype=dtype).requires_grad_(grad)
 
 

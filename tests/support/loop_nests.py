@@ -16,6 +16,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import schedule
 from tests.support import loop_programs
+from tests.support.devices import HERE
 from tests.support.loop_cases import rotate
 from tests.support.loop_programs import ARRAYS, TENSORS, F, Operation, Ours, Registers, Truth, own
 
@@ -63,7 +64,7 @@ class NestProgram:
 
     def inputs(self) -> list[Tensor]:
         """h, g (*B, F), xs (4, F), slots (n, *B, F), w, late (F,), captured (3, *B, F)"""
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator(HERE).manual_seed(3)
         batch = () if self.limits is None else (len(self.limits),)
         shapes = [(*batch, F), (*batch, F), (4, F), (self.slots, *batch, F), (F,), (F,), (3, *batch, F)]
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -157,7 +158,7 @@ def run(program: NestProgram, loops: Any, inputs: Sequence[Tensor], rows: Any = 
         h, g, slots, captured = h[row], g[row], slots[:, row], captured[:, row]
     first = loops.array.unstack(slots) if program.slots else loops.array()
     outside = loops.array.unstack(captured)
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(HERE).manual_seed(7)
     made = (w * 1.3).sin()
     s = State(loops, 0, h, g, first, loops.array(), w, made, late, outside, generator, xs, row, limits, False)
     _run(s, program.nest, True)

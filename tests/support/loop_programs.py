@@ -17,6 +17,7 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
+from tests.support.devices import HERE
 from tests.support.loop_cases import Plain, Slots, rotate
 
 F = 4  # features
@@ -289,7 +290,7 @@ class Program:
 
     def inputs(self) -> list[Tensor]:
         """h, g, xs (T, F), slots (n, F), w, late, captured (3, F)"""
-        generator = torch.Generator().manual_seed(3)
+        generator = torch.Generator(HERE).manual_seed(3)
         shapes = [(F,), (F,), (self.steps, F), (self.slots, F), (F,), (F,), (3, F)]
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
         return [x.requires_grad_(grad) for x, grad in zip(values, self.grads, strict=True)]
@@ -320,7 +321,7 @@ def run(program: Program, loops: Any, inputs: Sequence[Tensor]) -> list[Tensor]:
     h, g, xs, slots, w, late, captured = inputs
     torch.manual_seed(5)
     made = (w * 1.3).sin()
-    generator = torch.Generator().manual_seed(7)
+    generator = torch.Generator(HERE).manual_seed(7)
     alias = program.alias
     h = {"same": g, "view": w.view_as(w), "expanded": w[:1].expand(F), "made": made}.get(alias, h)
     outside = loops.array.unstack(xs if alias == "xs" and program.steps else captured)
@@ -399,7 +400,7 @@ class RowProgram:
 
     def inputs(self) -> list[Tensor]:
         """h (B, F), g (B, F), slots (n, B, F), w (F,), late (F,), context (B, F), array (2, B, F)"""
-        generator = torch.Generator().manual_seed(4)
+        generator = torch.Generator(HERE).manual_seed(4)
         n = len(self.limits)
         shapes = [(n, F), (n, F), (self.slots, n, F), (F,), (F,), (n, F), (2, n, F)]
         values = [torch.randn(shape, generator=generator, dtype=torch.float64) for shape in shapes]
@@ -427,7 +428,7 @@ def run_rows(program: RowProgram, loops: Any, loop: Callable[..., Any], inputs: 
 
     def body(carry: Any, context: Any = None) -> Any:
         h, g, a, b, limit, row, n = carry
-        r = Registers(loops, int(n.max()), h, g, a, b, w, made, late, None, torch.Generator())
+        r = Registers(loops, int(n.max()), h, g, a, b, w, made, late, None, torch.Generator(HERE))
         for operation in program.operations:
             _operate_on_rows(r, operation, row, n, context)
         return r.h, r.g, r.a, r.b, limit, row, n + 1

@@ -4,6 +4,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.ordering import Graph
+from tests.support.devices import HERE
 
 
 def dense(graph: Graph) -> Tensor:
@@ -15,15 +16,15 @@ def dense(graph: Graph) -> Tensor:
 
 
 def points(n: int, d: int, seed: int = 0) -> Tensor:
-    return torch.rand(n, d, generator=torch.Generator().manual_seed(seed), dtype=torch.float64)
+    return torch.rand(n, d, generator=torch.Generator(HERE).manual_seed(seed), dtype=torch.float64)
 
 
 def random_mask(n: int, m: int, share: float, seed: int = 0) -> Tensor:
-    return torch.rand(n, m, generator=torch.Generator().manual_seed(seed)) < share
+    return torch.rand(n, m, generator=torch.Generator(HERE).manual_seed(seed)) < share
 
 
 def shuffled_band(n: int, reach: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     """A band whose positions were shuffled, (n, n) bool, and the order that would mend it."""
-    order = torch.randperm(n, generator=torch.Generator().manual_seed(seed))
+    order = torch.randperm(n, generator=torch.Generator(HERE).manual_seed(seed))
     steps = order[:, None] - order
     return steps.abs() <= reach, order.argsort()

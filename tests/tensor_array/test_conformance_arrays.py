@@ -14,6 +14,7 @@ from torch.autograd import grad
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
+from tests.support.devices import HERE
 from tests.support.loop_cases import Ours, Plain, Slots, cotangents, randn, rotate, with_and_without_checkpoints
 
 D = torch.float64
@@ -203,7 +204,7 @@ def test_autocast_and_hooks_in_a_body_that_appends(checkpoints: Any) -> None:
             y.register_hook(lambda g: g * 0.5)
             return array.append(y), rotate(x) + y.float() + array.stack().float().sum(0)
 
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(HERE.type, dtype=torch.bfloat16):
             array, x = loops.fori_loop(0, 4, body, (loops.array(), init))
         loss = total([array.stack().float().sin(), x])
         return [loss, *grad(loss, (init, w))]

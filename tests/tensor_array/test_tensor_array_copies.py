@@ -11,6 +11,7 @@ import torch
 
 import tensorloop as tl
 from tests.support.array_kinds import KINDS, PLAIN, WITH_GRADIENT, Kind, holds
+from tests.support.devices import HERE, ON
 
 VALUES = torch.arange(1.0, 13.0).view(4, 3)
 NEW = torch.full((3,), -1.0)
@@ -49,7 +50,7 @@ def test_a_copy_is_equal_and_goes_its_own_way(how: Callable[[Any], Any], kind: K
         twin = how(array)
         assert holds(twin, VALUES)
         assert twin is not array
-        assert (twin.dtype, twin.device, twin.element_shape) == (torch.float32, torch.device("cpu"), (3,))
+        assert (twin.dtype, twin.device, twin.element_shape) == (torch.float32, HERE, (3,))
         pair = [array, twin]
         pair[first].append(NEW)
         assert holds(pair[1 - first], VALUES)
@@ -197,9 +198,9 @@ def test_to_changes_the_dtype(kind: Kind) -> None:
 @every_kind
 def test_to_where_it_is_gives_itself(kind: Kind) -> None:
     array = kind(VALUES)
-    for args in (("cpu",), (torch.float32,), (torch.device("cpu"), torch.float32), (VALUES,)):
+    for args in ((ON,), (torch.float32,), (HERE, torch.float32), (VALUES,)):
         assert array.to(*args) is array
-    assert array.to(dtype=torch.float32, device="cpu") is array
+    assert array.to(dtype=torch.float32, device=ON) is array
     assert array.to(torch.float32, copy=True) is not array
 
 
@@ -208,7 +209,7 @@ def test_to_another_device() -> None:
     assert (other.device, other.dtype, other.stack().shape) == (torch.device("meta"), torch.float32, (4, 3))
     other = PLAIN["appended"](VALUES).to("meta", torch.int32)
     assert (other.stack().device.type, other.dtype) == ("meta", torch.int32)
-    with pytest.raises(ValueError, match="cpu"):
+    with pytest.raises(ValueError, match=ON):
         other.append(NEW.int())
 
 

@@ -6,6 +6,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tests.support.array_kinds import PLAIN, WITH_GRADIENT, holds
+from tests.support.devices import HERE, ON
 
 VALUES = torch.arange(1.0, 31.0).view(5, 2, 3)
 
@@ -15,13 +16,13 @@ def test_facts_are_unknown_until_given_or_written() -> None:
     assert (array.element_shape, array.dtype, array.device, array.nbytes, len(array)) == (None, None, None, 0, 0)
     assert list(array) == []
     array.append(torch.zeros(2, 3, dtype=torch.float64))
-    assert (array.element_shape, array.dtype, array.device) == ((2, 3), torch.float64, torch.device("cpu"))
+    assert (array.element_shape, array.dtype, array.device) == ((2, 3), torch.float64, HERE)
     assert array.nbytes >= 48
 
 
 def test_facts_given_are_known_at_once() -> None:
-    array = tl.TensorArray(element_shape=[2, None], dtype=torch.int32, device="cpu", capacity=4)
-    assert (array.element_shape, array.dtype, array.device) == ((2, None), torch.int32, torch.device("cpu"))
+    array = tl.TensorArray(element_shape=[2, None], dtype=torch.int32, device=ON, capacity=4)
+    assert (array.element_shape, array.dtype, array.device) == ((2, None), torch.int32, HERE)
     array.append(torch.ones(2, 5, dtype=torch.int32))
     assert array.element_shape == (2, 5)
 
@@ -39,7 +40,7 @@ def test_an_empty_array_of_known_shape_reads_as_empty() -> None:
 
 def test_repr_tells_the_facts() -> None:
     assert repr(tl.TensorArray()) == "TensorArray(len=0, element_shape=None, dtype=None, device=None)"
-    facts = "TensorArray(len=5, element_shape=(2, 3), dtype=torch.float32, device=cpu"
+    facts = f"TensorArray(len=5, element_shape=(2, 3), dtype=torch.float32, device={ON}"
     assert repr(PLAIN["appended"](VALUES)) == f"{facts})"
     assert repr(WITH_GRADIENT["waiting"](VALUES)) == f"{facts}, requires_grad=True)"
     assert repr(WITH_GRADIENT["flushed"](VALUES)) == f"{facts}, requires_grad=True)"
@@ -76,7 +77,7 @@ def test_indices_that_are_not_on_the_device_are_checked_and_grow_the_array() -> 
         array.gather([0, 4])
     assert array.gather([0, -1]).shape == (2, 3)
     assert len(array.scatter([5, 4], values[:2])) == 6
-    assert len(array.write_rows(torch.tensor([6, 0, 0]), values[0])) == 7
+    assert len(array.write_rows(torch.tensor([6, 0, 0], device="cpu"), values[0])) == 7
 
 
 def test_indices_on_a_device_are_not_looked_at() -> None:

@@ -9,10 +9,11 @@ from torch import Tensor
 from torch.autograd import grad, gradcheck, gradgradcheck
 
 import tensorloop as tl
+from tests.support.devices import HERE
 
 
 def values(n: int, *shape: int, seed: int = 0) -> list[Tensor]:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(HERE).manual_seed(seed)
     return [torch.randn(shape, generator=generator, dtype=torch.float64).requires_grad_() for _ in range(n)]
 
 

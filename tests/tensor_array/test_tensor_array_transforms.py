@@ -13,6 +13,7 @@ from torch.autograd import forward_ad, grad
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
+from tests.support.devices import HERE
 
 TURN = torch.tensor([[0.0, -1.0], [1.0, 0.0]], dtype=torch.float64)
 
@@ -331,7 +332,7 @@ def test_autocast_and_anomaly_mode(x: Tensor, weight: Tensor) -> None:
 
     def under_autocast(make: Callable) -> Tensor:
         array = make()
-        with torch.autocast("cpu", dtype=torch.bfloat16):
+        with torch.autocast(HERE.type, dtype=torch.bfloat16):
             for v in x.float():
                 array.append(weight.float() @ v)  # bfloat16, and kept so
         assert array[:2].dtype == torch.bfloat16

@@ -67,17 +67,35 @@ class AmbientState:
             yield
 
 
+class GpuStates:
+    """The states of the GPUs' generators. One that nobody has moved since it was last read is not read again."""
+
+    def __init__(self) -> None:
+        self.read: dict[int, tuple[tuple[int, int], Tensor]] = {}
+
+    def now(self, gpu: int) -> Tensor:
+        """The state of a GPU's generator: its seed and its offset, which every draw moves, are all there is to it."""
+        generator = torch.cuda.default_generators[gpu]
+        place = generator.initial_seed(), generator.get_offset()
+        read = self.read.get(gpu)
+        if read is None or read[0] != place:
+            read = self.read[gpu] = place, torch.cuda.get_rng_state(gpu)
+        return read[1]
+
+
 class RngState:
     """The states of generators that a loop draws from: torch's own, and those of the user that were met.
 
     `devices`: of which GPUs; None for all there are.
     """
 
-    def __init__(self, generators: Iterable[torch.Generator], devices: Iterable[int] | None = None) -> None:
+    def __init__(
+        self, generators: Iterable[torch.Generator], gpus: GpuStates, devices: Iterable[int] | None = None
+    ) -> None:
         self.cpu = torch.get_rng_state()
         if devices is None:
             devices = range(torch.cuda.device_count()) if torch.cuda.is_initialized() else ()
-        self.cuda = {i: torch.cuda.get_rng_state(i) for i in devices}
+        self.cuda = {i: gpus.now(i) for i in devices}
         self.users = {id(g): (g, g.get_state()) for g in generators}
 
     def restore(self, first: dict[int, tuple[torch.Generator, Tensor]], cuda: dict[int, Tensor]) -> None:

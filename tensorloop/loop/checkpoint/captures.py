@@ -30,7 +30,7 @@ from tensorloop._common.scope import here
 from tensorloop._torch import graph, overrides
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.versions import version_of
-from tensorloop.loop.checkpoint.ambient_state import RngState
+from tensorloop.loop.checkpoint.ambient_state import GpuStates, RngState
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
 from tensorloop.loop.checkpoint.in_place import Given
@@ -69,6 +69,7 @@ class Captures(TorchFunctionMode):
         self.arrays: dict[int, CapturedArray] = {}  # by the id of the buffer
         self.generators: dict[int, tuple[torch.Generator, Tensor]] = {}
         self.gpus: set[int] = set()  # whose tensors steps have used
+        self.gpu_states = GpuStates()
         self.writes = Writes()
         self.calls = array("q")  # torch functions called in each step that gave a tensor
         self.given = Given()
@@ -394,7 +395,8 @@ class Captures(TorchFunctionMode):
         What is drawn on a GPU is a tensor there, which the step makes: so later it is enough to ask those of which
         steps have used tensors.
         """
-        return RngState((generator for generator, _ in self.generators.values()), self.gpus if self.calls else None)
+        generators = (generator for generator, _ in self.generators.values())
+        return RngState(generators, self.gpu_states, self.gpus if self.calls else None)
 
 
 @contextmanager

@@ -4,6 +4,7 @@
 #include "device.h"
 
 #include <ATen/core/dispatch/Dispatcher.h>
+#include <ATen/native/transformers/attention.h>
 #include <torch/library.h>
 
 #include <atomic>
@@ -56,9 +57,9 @@ struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors;    // (on the device, on the host) of each argument
   std::vector<std::pair<c10::Storage, c10::Storage>> stores;  // the same of their memory
   std::optional<c10::Device> device;                          // of its tensors, or that it is to make some on
-  std::optional<at::Generator> generator;
+  DeviceGenerator* generator = nullptr;                       // that it was given
   std::optional<c10::Device> other;                           // another device on which it found a tensor
-  bool on_host = false, on_host_scalar = false, has_mask = false;
+  bool on_host = false, on_host_scalar = false, has_mask = false, hosts_numbers = false;
 
   explicit Call(const c10::OperatorHandle& op) : op(op), name(op.schema().name()) {}
 
@@ -157,9 +158,10 @@ struct Call {
       device = on_device(value.toDevice().index());
       return c10::Device(c10::DeviceType::CPU);
     }
+    hosts_numbers |= value.isGenerator() && value.toGenerator().device().is_cpu();
     if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
-      generator = value.toGenerator().get<DeviceGenerator>()->numbers;
-      return *generator;
+      generator = value.toGenerator().get<DeviceGenerator>();
+      return generator->numbers;
     }
     return value;
   }
@@ -182,6 +184,7 @@ struct Call {
   }
 
   void refuse_mixed_devices() const {
+    TORCH_CHECK(!hosts_numbers || !device || device->is_cpu(), "Expected a 'cuda' device type for generator but found 'cpu'");
     static const std::unordered_set<std::string> free = {"aten::set_", "aten::resize_"};
     static const std::unordered_set<std::string> take_scalars = {"aten::fill_", "aten::masked_fill_", "aten::floor_divide"};
     bool scalars = op.hasTag(at::Tag::pointwise) || is_one_of(take_scalars, name) || indexes();
@@ -199,8 +202,8 @@ struct Call {
 
   void report_waits(at::ArrayRef<c10::IValue> arguments) const {
     if (auto found = WAITS.find(name); found != WAITS.end()) report(found->second, name.c_str());
-    // Reads by a mask have asked for `nonzero` before; writes of one number fill by it.
-    if (name == "aten::_index_put_impl_" && has_mask && !on_host_scalar) report("index by a mask", name.c_str());
+    bool fills = name != "aten::index" && on_host_scalar;  // one number, where the mask is set
+    if (indexes() && has_mask && !fills) report("index by a mask", name.c_str());
     if (indexes() && on_host) report("index to the device", name.c_str());
     if (name == "aten::repeat_interleave" && arguments.back().isNone()) report("repeat_interleave", name.c_str());
   }
@@ -214,7 +217,9 @@ struct DrawsFromDevice {
     static std::mutex one_at_a_time;
     if (!call.op.hasTag(at::Tag::nondeterministic_seeded) || !call.device || !call.device->is_cuda()) return;
     held = std::unique_lock<std::mutex>(one_at_a_time);
-    numbers = call.generator ? *call.generator : default_generator(call.device->index()).get<DeviceGenerator>()->numbers;
+    auto* generator = call.generator ? call.generator : default_generator(call.device->index()).get<DeviceGenerator>();
+    generator->offset++;
+    numbers = generator->numbers;
     std::swap(hosts(), numbers);
   }
   ~DrawsFromDevice() {
@@ -266,20 +271,36 @@ static void run_list(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
 
 static void record_stream(at::Tensor&, c10::Stream) {}
 
+// 2 is the kernel that tests/device/fused.py has, 0 composes attention of others.
+static int64_t choose_attention(const at::Tensor& q, const at::Tensor&, const at::Tensor& v,
+                                const std::optional<at::Tensor>& mask, double dropout, bool, std::optional<double>, bool gqa) {
+  bool odd = q.dtype() == at::kDouble || q.size(-1) != v.size(-1) || !q.numel() || (mask && mask->requires_grad());
+  return odd || dropout > 0 || gqa ? 0 : 2;
+}
+
 TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFunction<&run>()); }
 
 // What torch composes of others on any device, but for CUDA has in one kernel.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
   m.impl("record_stream", &record_stream);
-  m.impl("copy_", torch::CppFunction::makeFromBoxedFunction<&run>());
+  for (auto* name : {"copy_", "convolution", "convolution_backward"})
+    m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
   auto& dispatcher = c10::Dispatcher::singleton();
-  for (const auto& name : dispatcher.getAllOpNames())
-    if (name.name.rfind("aten::_foreach_", 0) == 0 &&
-        !dispatcher.findOp(name)->hasKernelForDispatchKey(c10::DispatchKey::CUDA))
-      m.impl(toString(name).c_str(), torch::CppFunction::makeFromBoxedFunction<&run_list>());
+  for (const auto& name : dispatcher.getAllOpNames()) {
+    auto op = *dispatcher.findOp(name);
+    bool list = name.name.rfind("aten::_foreach_", 0) == 0;
+    bool one = name.name.rfind("aten::", 0) == 0 && op.hasKernelForDispatchKey(c10::DispatchKey::CPU);
+    if ((list || one) && !op.hasKernelForDispatchKey(c10::DispatchKey::CUDA))
+      m.impl(toString(name).c_str(), list ? torch::CppFunction::makeFromBoxedFunction<&run_list>()
+                                          : torch::CppFunction::makeFromBoxedFunction<&run>());
+  }
 }
 
 }  // namespace pretended
+
+namespace at::native {
+REGISTER_CUDA_DISPATCH(_fused_sdp_choice_stub, &pretended::choose_attention)
+}
 
 // `watch(function)` calls it at each launch and each sync of any thread, `watch(null)` no more.
 extern "C" void watch(pretended::Watcher call) { pretended::watcher = call; }

@@ -1,9 +1,11 @@
-"""The cells of LSTM and GRU that torch has as one kernel for CUDA and not at all for the CPU.
+"""What torch has as one kernel for CUDA alone: cells of LSTM and GRU, and attention.
 
-On a device, `nn.LSTM`, `nn.LSTMCell` and their like call these operations, forward and backward.
+On a device, `nn.LSTM`, `nn.LSTMCell` and their like call the former, forward and backward, and
+`F.scaled_dot_product_attention` calls the latter. Here is also what torch asks of cuDNN: it has no CTC loss.
 """
 
 import contextlib
+import itertools
 from collections.abc import Callable
 from typing import Any
 
@@ -56,22 +58,55 @@ def gru_backward(dh: Tensor, kept: Tensor, has_bias: bool) -> tuple[Tensor, Tens
     return dinputs, dhidden, dh * z, dinputs.sum(0), dhidden.sum(0)
 
 
-CELLS: dict[str, Callable[..., Any]] = {
+_FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
+_FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
+
+
+def attention(
+    q: Tensor, k: Tensor, v: Tensor, bias: Optional, lse: bool, dropout: float = 0.0, causal: bool = False, **scale: Any
+) -> tuple[Tensor, ...]:
+    none = torch.empty((), dtype=torch.int64, device="cpu")  # a place among random numbers
+    return *_FLASH(q, k, v, dropout, causal, attn_mask=bias, **scale), none, none
+
+
+def attention_backward(
+    grad: Tensor,
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Optional,
+    out: Tensor,
+    lse: Tensor,
+    seed: Tensor,
+    offset: Tensor,
+    dropout: float,
+    mask: list[bool],
+    causal: bool = False,
+    **scale: Any,
+) -> tuple[Optional, ...]:
+    return *_FLASH_BACKWARD(grad, q, k, v, out, lse, dropout, causal, attn_mask=bias, **scale), None
+
+
+FUSED: dict[str, Callable[..., Any]] = {
     "_thnn_fused_lstm_cell": lstm,
     "_thnn_fused_lstm_cell_backward_impl": lstm_backward,
     "_thnn_fused_gru_cell": gru,
     "_thnn_fused_gru_cell_backward": gru_backward,
+    "_scaled_dot_product_efficient_attention": attention,
+    "_scaled_dot_product_efficient_attention_backward": attention_backward,
 }
 
 
 def register(one_launch: Callable[[str], contextlib.AbstractContextManager[None]]) -> torch.library.Library:
     """Gives them to the device, each as one launch; they are there as long as what is returned."""
     library = torch.library.Library("aten", "IMPL")
-    for name, cell in CELLS.items():
+    for name, kernel in FUSED.items():
 
-        def run(*args: Any, name: str = name, cell: Callable[..., Any] = cell) -> Any:
+        def run(*args: Any, name: str = name, kernel: Callable[..., Any] = kernel, **options: Any) -> Any:
             with one_launch(f"aten::{name}"):
-                return cell(*args)
+                return kernel(*args, **options)
 
         library.impl(name, run, "CUDA")
+    for library_name, overload in itertools.product(("cudnn", "miopen"), ("", ".Tensor")):
+        library.impl(f"_use_{library_name}_ctc_loss{overload}", lambda *_: False, "CUDA")
     return library
