@@ -16,7 +16,7 @@ from tensorloop import beam
 from tensorloop._common import scope
 from tensorloop.memory import LiveStorages, collector_off
 from tests.support.beam_cases import BOS, EOS, Table
-from tests.support.devices import HERE
+from tests.support.devices import HERE, let_go
 
 
 def here() -> list[Any]:
@@ -287,6 +287,7 @@ def test_an_interrupted_search_leaves_nothing_behind(
             pytest.fail("was not interrupted")
         del total
         weight.grad = None
+        let_go()
         assert live.bytes == 0
     assert not list(tmp_path.iterdir())
     assert here() == before

@@ -356,6 +356,7 @@ def test_rows_are_shared_among_threads():
     assert all(torch.equal(x, y) for x, y in zip(together, alone, strict=True))
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_which_kernel_is_found():
     keys = torch.zeros(2, 3)
     assert find("beam_best", keys) is beam.beam_best

@@ -137,6 +137,7 @@ def decoders() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("steps", "mib"), [(16, 31.9), (32, 64), (64, 130), (128, 266)])
 @pytest.mark.extended("128-266")
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_decoder_that_attends_in_the_bytes_of_one_buffer(decoders: Any, steps: int, mib: float):
     """Where copies take 46.8, 125.9, 380 and 1275 MiB."""
     model = decoders.Recurrent(torch.float32, True)
@@ -146,6 +147,7 @@ def test_a_decoder_that_attends_in_the_bytes_of_one_buffer(decoders: Any, steps:
         assert saved(lambda: decoders.by_search(model, steps, 4)).bytes < 0.1 * held
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_a_gru_decoder_in_the_bytes_of_a_loop_by_hand(decoders: Any):
     """Which keeps a state twice: as it was made, and as the next step is given it, reordered."""
     model = decoders.Recurrent(torch.float32, False)

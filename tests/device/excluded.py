@@ -3,11 +3,12 @@
 A test is its file in `tests/` and its name, or the file alone; in brackets, what a case's id must have to be excluded.
 """
 
-EAGER = "loops on a device are not compiled"
 GRAPHS = "torch.compile cannot trace what a loop's classes ask of torch's while a default device is set, be it the CPU"
 KERNELS = "torch has these kernels for CUDA alone"
 SPARSE = "the pretended device has no sparse tensors"
 NESTED = "the pretended device has no nested tensors"
+DRAWS = "loops that draw are eager on a device; a mark says what holds where they are compiled"
+CELLS = "cells that a device has as one kernel are not compiled there"
 DEFAULT = "torch's own checkpoint forgets the default device in backward"
 DEADLOCK = "it stops a backward until another has begun, and a device has one thread for all"
 FORKED = "processes that were forked cannot use a device"
@@ -29,26 +30,18 @@ EXCLUDED = {
     ),
     NESTED: ("packed/test_packed_lens.py::test_a_default_device_other_than_that_of_the_values[from_nested]",),
     DEFAULT: ("tensor_array/test_tensor_array_transforms.py::test_inside_torch_checkpoint[True]",),
+    CELLS: ("loop/test_first_only.py::test_a_compiled_loop_runs_from_the_second_step_on",),
     GRAPHS: (
+        "loop/test_loop_limits.py::test_an_associative_scan_is_traced_as_one_graph",
         "loop/test_associative_scan_gradients.py::test_torch_compile_takes_it_as_one_graph",
         "loop/test_compat_rules.py::test_an_associative_scan_in_one_graph[True]",
         "loop/test_linear_recurrence.py::test_torch_compile_takes_it_as_one_graph",
     ),
-    EAGER: (
-        "checkpoint/test_conformance_hooks.py::test_a_hook_on_a_result_gets_what_comes_from_outside[compiled-all]",
-        "checkpoint/test_replay_world.py::test_a_capture_changed_before_backward_is_an_error[compiled]",
-        "checkpoint/test_replay_world.py::test_a_name_bound_to_another_tensor_before_backward_is_an_error[compiled]",
-        "checkpoint/test_replay_world.py::test_a_replay_of_another_shape_is_named[compiled]",
-        "checkpoint/test_replay_world.py::test_a_step_that_does_not_repeat_itself_is_named[compiled]",
-        "checkpoint/test_replay_world.py::test_an_exception_in_a_replay_leaves_everything_usable[compiled]",
-        "checkpoint/test_replay_world.py::test_init_or_xs_changed_before_backward_is_an_error[compiled]",
-        "checkpoint/test_schedule_hierarchy.py::test_a_schedule_of_the_users_says_where[strict]",
-        "checkpoint/test_schedule_hierarchy.py::test_compiled_loops_too",
-    ),
 }
 
-# They would take the run with them.
+# They would take the run with them, or have another mark.
 NOT_RUN = {
+    DRAWS: ("checkpoint/test_replay_world.py::test_an_exception_in_a_replay_leaves_everything_usable[compiled]",),
     DEADLOCK: ("checkpoint/test_loop_limits_replay.py::test_hooks_are_silent_for_another_thread_while_a_replay_lasts",),
     GRAPHS: ("packed/test_packed_compile.py",),
     FORKED: ("packed/test_packed.py::test_collate_in_a_data_loader",),

@@ -100,7 +100,7 @@ def connected(loop: Loop, search: SearchLimits) -> list[Tensor]:
     values: list[Tensor] = [x.detach() for x in loop.init]
     with running(), library_code():
         sweep = Sweep(loop, Checkpoints(k=1), 1)
-        with sweep.steps.ambient.autocast.restored(), Progress(False, loop.name, 1) as bar:
+        with sweep.steps.ambient.begun(), Progress(False, loop.name, 1) as bar:
             sweep.run(bar)
         swept = sweep.result([CarryOutput(i) for i in range(len(values))])
         step = StepEquation(Replay(swept, False), search)

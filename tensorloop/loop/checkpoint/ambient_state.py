@@ -61,9 +61,19 @@ class AmbientState:
         self.substitutions, self.autocast, self.device = ActiveSubstitutions(), Autocast(), DefaultDevice()
 
     @contextmanager
+    def begun(self) -> Iterator[None]:
+        """Around the first run, and every other.
+
+        A backward that the body runs stays on its thread, on a device too: autograd numbers nodes by the thread that
+        made them, and by their numbers those of a step are told from those before it.
+        """
+        with self.autocast.restored(), torch.autograd.set_multithreading_enabled(False):
+            yield
+
+    @contextmanager
     def restored(self) -> Iterator[None]:
-        substitutions, autocast, device = self.substitutions, self.autocast, self.device
-        with substitutions.restored(), autocast.restored(), device.restored(), transforms.random_numbers_allowed():
+        """Around a replay."""
+        with self.substitutions.restored(), self.begun(), self.device.restored(), transforms.random_numbers_allowed():
             yield
 
 

@@ -58,7 +58,7 @@ def run(loop: Loop, plan: Checkpoints | Schedule, length: int | None, progress: 
     sweep = Sweep(loop, plan, length)
     with library_code():
         try:
-            with sweep.steps.ambient.autocast.restored():
+            with sweep.steps.ambient.begun():
                 state = sweep.run(progress)
         except BaseException as error:
             explain(sweep.loop, error)
