@@ -4,7 +4,15 @@ from typing import Any
 
 import torch
 
-from tensorloop.packed.base import Packed, PackedView, check_only_first, is_packed, is_tensor, refusal
+from tensorloop.packed.base import (
+    Packed,
+    PackedView,
+    check_only_first,
+    find_feature_dim,
+    is_packed,
+    is_tensor,
+    refusal,
+)
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.fallback import fall_back
 from tensorloop.packed.pointwise import align, check_partner, refuse_array
@@ -41,6 +49,21 @@ def _prelu(func: Any, input: Any, weight: Any) -> Any:
     if weight.numel() != 1:
         raise refusal("its channels would be dim 1, the ragged one", "give it one weight, or use .flatten(0, 1)")
     return input._with(func(input.values, weight))
+
+
+@handles("view_as_complex", "view_as_real")
+def _pairs(func: Any, input: Any) -> Any:
+    """The last feature dim, of size 2, as complex numbers; or those as a feature dim more."""
+    _needs_features(input, func.__name__ == "view_as_complex")
+    return input._with(func(input.values))
+
+
+@handles("gumbel_softmax")
+def _gumbel_softmax(
+    func: Any, logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: Any = -1
+) -> Any:
+    """Over a feature dim; noise is drawn for the entries there are."""
+    return logits._with(func(logits.values, tau, hard, eps, find_feature_dim(logits, dim)))
 
 
 def _needs_features(p: Packed, n: int) -> None:

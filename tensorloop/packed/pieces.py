@@ -178,7 +178,8 @@ def _pick_steps(pick: Any, p: Packed, dim: Any, index: Any) -> Any:
 @handles("masked_select")
 def _masked_select(func: Any, input: Any, mask: Any) -> Any:
     """The numbers where the mask is true, (M,), in the order of a padded tensor without its padding."""
-    _needs_packed(input)
+    if not is_packed(input):
+        return align(input, mask).expand_as(mask.values).masked_select(mask.values)
     return input.values.masked_select(check_partner(input, mask).values if is_packed(mask) else align(mask, input))
 
 
@@ -226,7 +227,7 @@ def _diff(func: Any, input: Any, n: int = 1, dim: Any = -1, prepend: Any = None,
     if d > 1:
         given = [_take_values(x, input) if is_packed(x) or x is None else align(x, input) for x in parts]
         return input._with(torch.diff(given[1], n, d - 1, given[0], given[2]))
-    whole = torch.cat([x if is_packed(x) else _pack_steps(x, input) for x in parts if x is not None], 1)  # pyright: ignore
+    whole = torch.cat([x if is_packed(x) else pack_steps(x, input) for x in parts if x is not None], 1)  # pyright: ignore
     if n < 0:
         raise WrongValue(f"n must be at least 0, got {n}")
     for _ in range(n):
@@ -236,7 +237,7 @@ def _diff(func: Any, input: Any, n: int = 1, dim: Any = -1, prepend: Any = None,
     return whole
 
 
-def _pack_steps(x: Tensor, p: Packed) -> Packed:
+def pack_steps(x: Tensor, p: Packed) -> Packed:
     """(B, K, *F) packed: K entries a row."""
     if x.dim() != p.ndim or len(x) != len(p._dim):
         raise WrongValue(f"what is joined along time must be packed or ({len(p._dim)}, K, ...), got {tuple(x.shape)}")

@@ -23,6 +23,10 @@ _WINDOWS = (
     "it is not there; over whole rows use p.amax(1) or p.mean(1), over windows max_pool1d and avg_pool1d of "
     "p.transpose(1, 2)"
 )
+_DISTRIBUTIONS = (
+    "torch.distributions ask for tensors: give them .values and pack what comes, d = Normal(p.values, 1.0) and "
+    "PackedTensor(d.rsample(), p.lens); elsewhere expand ordinary tensors: w.expand_as(p)"
+)
 _CONV = "its channels are dim 1: give it p.transpose(1, 2), (B, C, T*), and transpose what comes back"
 
 # By name, or by what a name begins or ends with; the first that fits. Each is a reason and what to write.
@@ -49,7 +53,8 @@ _NAMES: dict[str, str] = {
     ),
     **dict.fromkeys(("baddbmm", "addmm", "addmv", "addbmm", "addr"), _PRODUCT),
     **dict.fromkeys(("unique", "unique_consecutive", "nonzero", "argwhere", "histc", "bincount"), "give it .values"),
-    **dict.fromkeys(("gumbel_softmax", "multinomial", "searchsorted", "bucketize", "isin", "bilinear"), _VALUES),
+    **dict.fromkeys(("broadcast_tensors", "_is_all_true"), _DISTRIBUTIONS),
+    **dict.fromkeys(("multinomial", "searchsorted", "bucketize", "isin", "bilinear"), _VALUES),
     **dict.fromkeys(("tril", "triu", "svd", "det", "logdet", "inverse"), _VALUES),
     **dict.fromkeys(("diagonal", "renorm"), _FEATURES),
     "trace": "use the sum of PackedTensor(p.values.diagonal(0, -2, -1), p.lens) over its last dim",

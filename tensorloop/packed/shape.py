@@ -1,4 +1,4 @@
-"""Shapes of packed tensors: what rearranges feature dims, cuts and joins; the first two dims stay where they are."""
+"""Shapes of packed tensors: what rearranges feature dims; the first two dims stay where they are."""
 
 from math import prod
 from typing import Any
@@ -6,11 +6,9 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.errors import WrongValue
 from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import handles
-from tensorloop.packed.index import select_rows
 from tensorloop.packed.pointwise import align
 from tensorloop.packed.size import EntryCount, RaggedSize
 from tensorloop.packed.time.channels_first import ChannelsFirst
@@ -157,31 +155,6 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     return input._with(input.values.expand(-1, *sizes[2:]))
 
 
-@handles("cat", "concat", "concatenate", called="cat")
-def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
-    """Along features and along time the rows are those of each; along the batch the rows follow one another."""
-    if not all(is_packed(x) for x in tensors):
-        raise refusal("packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
-    first = tensors[0]
-    d = find_dim(first, dim)
-    if d > 1:
-        for x in tensors[1:]:
-            check_same_rows(first, x)
-        return first._with(torch.cat([x.values for x in tensors], d - 1))
-    values = torch.cat([x.values for x in tensors])
-    known = all(x._dim._on_host for x in tensors)
-    lens = [x._dim._host_lens if known else x._dim._lens for x in tensors]
-    if d == 0:
-        return first._with(values, Dim(first._dim.name, torch.cat(lens)).to(values.device))
-    if len({len(n) for n in lens}) > 1:
-        raise WrongValue(f"along time the numbers of rows must agree, got {[len(n) for n in lens]}")
-    batch = len(first._dim)
-    whole = first._with(values, Dim(None, torch.cat(lens)).to(values.device))
-    rows = torch.arange(len(tensors) * batch, device=lens[0].device).view(len(tensors), batch).T.reshape(-1)
-    pieces = select_rows(whole, rows, permutation=True)
-    return first._with(pieces.values, Dim(first._dim.name, torch.stack(lens).sum(0)).to(values.device))
-
-
 @handles("stack")
 def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
     """Along a new feature dim."""
@@ -219,20 +192,6 @@ def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """As for the values: an ordinary tensor, or what torch says of them."""
     return func(input.values, *args, **kwargs)
-
-
-@handles("repeat_interleave")
-def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Any:
-    """Rows or features as often as given: beams and samples."""
-    if dim is None:
-        raise refusal("without dim it repeats the entries of a padded tensor", "give dim")
-    d = find_dim(input, dim)
-    if d == 0:
-        rows = torch.arange(len(input._dim), device="cpu")
-        times = repeats.cpu() if isinstance(repeats, Tensor) else repeats
-        return select_rows(input, rows.repeat_interleave(times, output_size=output_size))
-    d = find_feature_dim(input, dim)
-    return input._with(input.values.repeat_interleave(repeats, d, output_size=output_size))
 
 
 @handles("__getitem__")

@@ -2,10 +2,10 @@
 
 In the order to read it: `dim.py` has the lengths and all that follows from them; `segments.py` has the
 differentiable operations on plain values and offsets; `dispatch.py` the table of torch functions, which `features.py`,
-`losses.py`, `reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py` and `rnn.py` fill, and `pointwise.py` what
-works entry by entry; `attributes.py` gradients and hooks, `methods.py` the methods; `interop.py` other people's
-layouts, `batches.py` what packs a padded tensor or a list of examples; `tree.py` its place among pytrees. This file is
-the surface, long by the docstrings of one class.
+`losses.py`, `reduce.py`, `norms.py`, `sort.py`, `shape.py`, `pieces.py`, `joins.py` and `rnn.py` fill, `by_size.py` the
+table of those that make tensors by a size, and `pointwise.py` what works entry by entry; `attributes.py` gradients and
+hooks, `methods.py` the methods; `interop.py` other people's layouts, `batches.py` what packs a padded tensor or a list
+of examples; `tree.py` its place among pytrees. This file is the surface, long by the docstrings of one class.
 """
 
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop.packed import features, interop, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
+from tensorloop.packed import features, interop, joins, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, find_dim
@@ -34,7 +34,7 @@ from tensorloop.packed.tree import register
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = features, losses, norms, pieces, reduce, rnn, shape, sort
+_TABLES = features, joins, losses, norms, pieces, reduce, rnn, shape, sort
 _TIME_TABLES = convolution, pooling, resampling, spectrum, statistics
 
 

@@ -36,6 +36,11 @@ def second(p: Any) -> PackedTensor:
     return p._with(p.values.roll(1, -1) * 0.5 + 0.25)
 
 
+def wide(p: Any) -> Any:
+    """Of a dtype that has complex numbers."""
+    return p.float() if p.dtype is torch.bfloat16 else p
+
+
 def recurrent(kind: Any, **settings: Any) -> Case:
     def run(p: Any) -> Any:
         torch.manual_seed(0)
@@ -138,6 +143,9 @@ PACKED: dict[str, list[Case]] = {
     "layer_norm": [lambda p: F.layer_norm(p, (FEATURES,), fixed(p, FEATURES))],
     "rms_norm": [lambda p: F.rms_norm(p, (FEATURES,), fixed(p, FEATURES))],
     "prelu": [lambda p: F.prelu(p, fixed(p, 1))],
+    "view_as_complex": [lambda p: torch.view_as_real(torch.view_as_complex(wide(p).unflatten(-1, (2, 2))).square())],
+    "view_as_real": [lambda p: torch.view_as_real(torch.complex(wide(p), wide(second(p))))],
+    "gumbel_softmax": [lambda p: F.gumbel_softmax(p), lambda p: F.gumbel_softmax(p, hard=True, dim=-1)],
     "matmul": [
         lambda p: p @ fixed(p, FEATURES, 3),
         lambda p: torch.matmul(heads(p), heads(second(p))),
@@ -193,11 +201,20 @@ PACKED: dict[str, list[Case]] = {
     "expand_as": [lambda p: p[..., :1].expand_as(p)],
     "repeat": [lambda p: p.repeat(1, 1, 2)],
     "tile": [lambda p: p.tile(1, 1, 2)],
-    "cat": [lambda p: torch.cat([p, second(p)], 1), lambda p: torch.cat([p, second(p)], -1)],
+    "cat": [
+        lambda p: torch.cat([p, second(p)], 1),
+        lambda p: torch.cat([p, second(p)], -1),
+        lambda p: torch.cat([fixed(p, p.shape[0], 2, FEATURES), p], 1),
+    ],
     "concat": [lambda p: torch.concat([p, second(p)], 1), lambda p: torch.concat([p, second(p)], -1)],
     "concatenate": [lambda p: torch.concatenate([p, second(p)], 1)],
     "stack": [lambda p: torch.stack([p, second(p)], 2)],
-    "repeat_interleave": [lambda p: p.repeat_interleave(2, -1), lambda p: p.repeat_interleave(2, 0)[::2]],
+    "repeat_interleave": [
+        lambda p: p.repeat_interleave(2, -1),
+        lambda p: p.repeat_interleave(2, 0)[::2],
+        lambda p: p.repeat_interleave(2, 1),
+        lambda p: p.repeat_interleave(p._with(p._dim._positions % 3), 1),
+    ],
     # pieces, and what moves
     "chunk": [lambda p: p.chunk(2, 1), lambda p: p.chunk(2, -1)],
     "tensor_split": [lambda p: p.tensor_split(2, 1), lambda p: p.tensor_split(2, -1)],
@@ -358,6 +375,7 @@ POINTWISE: dict[str, Case] = {
     "full_like": lambda p: torch.full_like(p, 0.5),
     "masked_fill": lambda p: p.masked_fill(p > 0, 0.5),
     "mvlgamma": lambda p: torch.mvlgamma(p.nan_to_num(3, 3, 3).abs() + 3, 1),
+    "normal": lambda p: torch.normal(p, 1.0),
     "one_hot": lambda p: F.one_hot(tokens(p), FEATURES),
     "polygamma": lambda p: torch.polygamma(1, p),
     "randint_like": lambda p: torch.randint_like(p, 5),
@@ -375,6 +393,7 @@ POINTWISE_ELSEWHERE: dict[str, str] = {
         "of integers, which are never NaN",
     ),
     "empty_like": "its numbers are anything",
+    "poisson": "how many numbers it draws for an entry depends on that entry",
     "imag": "of complex numbers",
     "rand": "an operator's name, no function of a tensor",
 }
