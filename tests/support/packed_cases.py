@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 import tensorloop as tl
 from tensorloop.packed import PackedTensor, pairs, rnnt_loss
+from tests.support.attention_cases import block_mask
 
 Case = Callable[[Any], Any]
 FEATURES = 4
@@ -312,6 +313,12 @@ CHANNELS_WITHOUT_ROWS: dict[str, str] = {
 }
 
 
+def layer(p: Any, kind: Any, *sizes: Any) -> Any:
+    """A layer of torch's, batch first, the same in every call."""
+    torch.manual_seed(0)
+    return kind(*sizes, batch_first=True, dtype=p.dtype)
+
+
 def attend(**options: Any) -> Case:
     """Attention; options that are functions give what they are of the case's tensor."""
 
@@ -335,6 +342,20 @@ OWN: dict[str, Case] = {
     "attention score_mod": attend(score_mod=lambda s, b, h, i, j: s + 0.1 * (i - j)),
     "attention relative": attend(relative=lambda p: (heads(p), fixed(p, 5, 2, 2))),
     "attention bias": attend(bias=lambda p: fixed(p, 1, 2, p.max_len, p.max_len)),
+    "attention dropout": attend(dropout=0.5),
+    "attention block_mask": attend(
+        block_mask=lambda p: block_mask(lambda b, h, i, j: i - j < 3, None, None, p.max_len, p.max_len)
+    ),
+    "attention block_mask of rows": attend(
+        block_mask=lambda p: block_mask(lambda b, h, i, j: j >= b, len(p.lens), 2, p.max_len + 2, p.max_len + 2)
+    ),
+    "attention to other rows": lambda p: tl.attention(heads(p), heads(p[:, 1:]), heads(second(p)[:, 1:])),
+    "attention of shared heads": lambda p: tl.attention(heads(p), heads(p)[:, :, :1], heads(p)[:, :, 1:], causal=True),
+    "MultiheadAttention": lambda p: layer(p, nn.MultiheadAttention, FEATURES, 2)(p, p, p, need_weights=False)[0],
+    "TransformerEncoderLayer": lambda p: layer(p, nn.TransformerEncoderLayer, FEATURES, 2, 8, 0.0)(p),
+    "a table up to T": lambda p: p + fixed(p, 1, p.max_len + 2, FEATURES)[:, : p.shape[1]],
+    "expand to (B, T)": lambda p: p * fixed(p, len(p.lens), 1, FEATURES).expand(p.shape[0], p.shape[1], FEATURES),
+    "view(B * T) and back": lambda p: p.view(p.shape[0] * p.shape[1], 2, 2).sin().view(p.shape[0], p.shape[1], -1),
     "pairs": lambda p: pairs(p, second(p)),
     "rnnt_loss": transducer,
     "p[:, a:b]": lambda p: p[:, 1:3],
