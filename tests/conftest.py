@@ -8,6 +8,7 @@ Without `--all` a run takes what is worth its time at every change: no test and 
 of a test with three parameters or more as many cases as have every pair of values. What is named by its id always runs.
 
 With `--device` a pretended CUDA device is the default one: tests/device says what it is and which tests are not for it.
+With TENSORLOOP_PTX=1 in the environment compiled loops are kernels there.
 
 With `--guarded` every compiled loop runs in a form that notices where it touches memory which is not its own.
 """
@@ -71,7 +72,10 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.getoption("--device"):
         if why := built.why_not():
             pytest.exit(f"tests on a device are left out: {why}", returncode=0)
+        from tests.device import kernels  # which loads compilers
+
         pretended.start()
+        kernels.start()
         torch.set_default_device("cuda")
         threading.Thread.run = on_the_device(threading.Thread.run)
         # `torch.compile` imports more of torch where there is a device

@@ -10,10 +10,12 @@ NESTED = "the pretended device has no nested tensors"
 DRAWS = "loops that draw are eager on a device; a mark says what holds where they are compiled"
 CELLS = "cells that a device has as one kernel are not compiled there"
 DEFAULT = "torch's own checkpoint forgets the default device in backward"
+DRIVER = "the pretended device has a driver"
 DEADLOCK = "it stops a backward until another has begun, and a device has one thread for all"
 FORKED = "processes that were forked cannot use a device"
 
 EXCLUDED = {
+    DRIVER: ("compiler/test_ptx_driver.py::test_without_a_driver_there_is_no_device",),
     KERNELS: (
         "attention/test_attention.py::test_dtypes[dtype1]",
         "attention/test_attention.py::test_dtypes[dtype2]",

@@ -113,12 +113,18 @@ INNER = {
         *_CONTRACTS,
         *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
     },
-    "compiler.targets": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower", "compiler.targets.cpu"},
+    "compiler.targets": {
+        *(*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"),
+        *("compiler.targets.cpu", "compiler.targets.ptx"),
+    },
     "compiler.targets.cpu": {
         *(*_CONTRACTS, "compiler.targets.given"),
         *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write", "compiler.emitter.lowered"),
     },
-    "compiler.targets.ptx": {*_CONTRACTS, "compiler.targets.cpu"},
+    "compiler.targets.ptx": {
+        *(*_CONTRACTS, "compiler.targets.given", "compiler.targets.cpu", "compiler.emitter.device"),
+        *("compiler.emitter.lower", "compiler.emitter.lowered", "compiler.emitter.write"),
+    },
     "packed.time": {
         *(f"packed.{name}" for name in ("autograd", "base", "dim", "dispatch", "index", "pointwise", "reduce")),
         *("packed.refusals", "packed.segment_reduce", "packed.segments"),
@@ -153,7 +159,8 @@ INNER_DOORS = {
         for name in ("calling", "convolution", "growing", "indexing", "lowering", "matrices", "movement", "numbers")
     ),
     *("compiler.emitter.lower.pointwise", "compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
-    *(f"compiler.targets.{name}" for name in ("given", "cpu.cache", "cpu.host", "cpu.target")),
+    *("compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
+    *(f"compiler.targets.{name}" for name in ("given", "cpu.cache", "cpu.host", "cpu.target", "ptx.target")),
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "factorings", "function", "fuse", "in_order", "matmul")),
     *(f"compiler.emitter.write.{name}" for name in ("matrices", "memory", "rows", "scratch", "walk_body")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),

@@ -44,6 +44,7 @@ class PretendedDriver:
         self.needs = {0: 1024, 1: 0, 3: 0, 4: 32}  # of a function: threads, bytes of a block and a thread, registers
         self.log = b""  # what the driver's compiler says of PTX
         self.contexts: list[int] = []
+        self.pushed: list[int] = []  # all that ever were current
         self.modules: dict[int, bytes] = {}
         self.functions: dict[int, tuple[int, str]] = {}
         self.allowed: dict[int, int] = {}  # bytes of shared memory that a launch may ask for
@@ -90,6 +91,7 @@ class PretendedDriver:
 
     def _cuCtxPushCurrent_v2(self, context: int) -> None:
         self.contexts.append(context)
+        self.pushed.append(context)
 
     def _cuCtxPopCurrent_v2(self, to: Any) -> None:
         to.value = self.contexts.pop()

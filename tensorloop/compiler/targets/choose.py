@@ -11,11 +11,13 @@ from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.cpu.target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerTarget
 from tensorloop.compiler.targets.graphs.target import GraphTarget
+from tensorloop.compiler.targets.ptx.target import PtxTarget, is_wanted
 from tensorloop.compiler.targets.target import Target
 
 EAGER: Target = EagerTarget()  # in the place of a target that lacks something
 TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": GraphTarget()}  # by the type of a device
-_BY_NAME = {target.name: target for target in (EAGER, *TARGETS.values())}
+PTX: Target = PtxTarget(lambda step: _first_of((TARGETS["cuda"],), step)[0])  # in its place for who asks for it
+_BY_NAME = {target.name: target for target in (EAGER, PTX, *TARGETS.values())}
 AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
 
 
@@ -27,12 +29,12 @@ def find_place(devices: Iterable[torch.device]) -> Place:
     if first.type not in TARGETS:
         kinds = " and ".join(TARGETS)
         raise Refused(f"loops on {kinds} are compiled, none on {first.type}", "compile=False says that this is meant")
-    return _place(first)
+    return _place(first, first.type == "cuda" and is_wanted())
 
 
 @functools.cache  # one object for each device: keys of plans are compared at every call
-def _place(device: torch.device) -> Place:
-    return TARGETS[device.type].place(device)
+def _place(device: torch.device, kernels: bool) -> Place:
+    return (PTX if kernels else TARGETS[device.type]).place(device)
 
 
 def target_of(place: Place) -> Target:
@@ -41,10 +43,19 @@ def target_of(place: Place) -> Target:
 
 
 def make_core(step: Step) -> tuple[Core, Unsupported | None]:
-    """Returns a core, and why it is not one of the place's own target."""
-    try:
-        return target_of(step.place).make_core(step), None
-    except Unsupported as lack:
-        return EAGER.make_core(step), lack
-    except Exception as error:  # a compiler that fails costs speed, no result
-        return EAGER.make_core(step), Unsupported(f"the emitter failed, {type(error).__name__}: {error}")
+    """Returns a core, and why it is of none of the place's own targets."""
+    own = target_of(step.place)
+    return _first_of((own, TARGETS["cuda"]) if own is PTX else (own,), step)
+
+
+def _first_of(targets: Iterable[Target], step: Step) -> tuple[Core, Unsupported | None]:
+    """The core of the first that makes one; else the eager one, and what the first of them lacks."""
+    lacking: Unsupported | None = None
+    for target in targets:
+        try:
+            return target.make_core(step), None
+        except Unsupported as lack:
+            lacking = lacking or lack
+        except Exception as error:  # a compiler that fails costs speed, no result
+            lacking = lacking or Unsupported(f"the emitter failed, {type(error).__name__}: {error}")
+    return EAGER.make_core(step), lacking

@@ -1,0 +1,77 @@
+"""Kernels on the pretended device: what is launched runs here, as lanes that take turns, and counts as one launch.
+
+A pretended driver is given PTX, which no processor here runs. So each step's text is made twice, for the GPU and for
+lanes as coroutines of this machine, and a launch of the one runs the other.
+"""
+
+from typing import NamedTuple
+
+import torch
+
+from tensorloop.compiler.emitter.device.devices import Coroutines, Nvptx
+from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
+from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.ptx import assemble, driver, made
+from tests.device import recording
+from tests.support.lanes import Lanes, Order
+from tests.support.pretended_driver import Launch, PretendedDriver
+
+
+class Twin(NamedTuple):
+    """A kernel's text as lanes, and what a launch of the kernel has to be."""
+
+    own: DeviceText
+    lanes: DeviceText
+
+
+class PretendedKernels:
+    """The driver, the twins of what it was given, and the order in which lanes go."""
+
+    def __init__(self) -> None:
+        self.library = PretendedDriver(self.run)
+        self.order = Order()
+        self.twins: dict[str, Twin] = {}  # by the module's text
+        self.modules: dict[bytes, str] = {}  # by PTX
+        self.loaded: dict[str, Lanes] = {}
+
+    def text(self, step: LoweredStep, device: Nvptx) -> DeviceText:
+        own = device_text(step, device)
+        here = Coroutines(host(), own.lanes, device.groups, device.local)
+        self.twins[own.module] = Twin(own, device_text(step, here))
+        return own
+
+    def ptx(self, module: str, arch: str) -> bytes:
+        found = assemble.ptx_of(module, arch)
+        self.modules[found] = module
+        return found
+
+    def run(self, launch: Launch) -> None:
+        module = self.modules[launch.ptx]
+        own, lanes = self.twins[module]
+        assert (launch.groups, launch.lanes) == (own.groups, own.lanes)
+        assert launch.shared == (own.scratch if own.local else 0)
+        count = len(launch.words) - (1 if own.local else 2)  # the number of steps, and where scratch lies
+        if module not in self.loaded:
+            self.loaded[module] = Lanes(lanes.module, lanes.lanes, count)
+        scratch = torch.full((lanes.scratch + 64,), 0x7F, dtype=torch.uint8, device="cpu")
+        begin = scratch.data_ptr() + -scratch.data_ptr() % 64
+        with recording.watches[0].one_launch("kernel"):
+            for group in self.order.of(lanes.groups):
+                self.loaded[module].group(
+                    launch.words[:count], launch.words[count], begin, group, lambda: self.order.of(lanes.lanes)
+                )
+
+
+_started: list[PretendedKernels] = []
+
+
+def start() -> PretendedKernels:
+    """Gives the library the pretended driver, until this process ends; loops ask for it by `TENSORLOOP_PTX=1`."""
+    if not _started:
+        _started.append(PretendedKernels())
+        kernels = _started[0]
+        driver.open_library = lambda: kernels.library
+        driver.stream_of = lambda device: torch.cuda.current_stream(device).stream_id
+        made.device_text, made.ptx_of = kernels.text, kernels.ptx
+    return _started[0]
