@@ -17,7 +17,7 @@ def _choose(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
 def _choose_there(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
     """The same on a device, which says by itself what is wrong: nobody waits for it."""
     for sound, error in _checks(p):
-        torch._assert_async(sound, error)
+        torch.ops.aten._assert_async.msg(sound, error)
     return _chosen(p, drawn, count, replacement)
 
 

@@ -121,7 +121,7 @@ class DrawOp:
     number: int
     example: Tensor
     fill: Callable[[Tensor], Any]  # draws into a contiguous tensor
-    made: Callable[..., Tensor] | None = None  # of what was drawn and the operation's arguments
+    made: Callable[..., Any] | None = None  # of what was drawn and the operation's arguments
 
 
 def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> DrawOp:

@@ -92,7 +92,7 @@ def _with_init(loop: Loop, copied: L, init: State, ids: Tensor | None) -> L:
 
 
 class Stretch(NamedTuple):
-    """Steps from `start` to `stop`, of the rows `ids`."""
+    """Steps from `start` to `stop`, of the rows `ids`, which are on the host."""
 
     start: int
     stop: int
@@ -104,7 +104,7 @@ class PaddedScan:
 
     def __init__(self, loop: Loop, packed: PackedSlices) -> None:
         self.loop, self.packed, self.counts = loop, packed, packed.counts
-        self.lens = packed.ragged._lens
+        self.lens, self.device = packed.ragged._host_lens, packed.ragged.device  # places are found on the host
         self.stretches = [Stretch(0, len(self.counts), self.lens.nonzero().squeeze(1))]
         self.masked = self.counts[-1] < self.counts[0]
         self.outputs = _PaddedOutputs(packed, self.counts[0])
@@ -115,9 +115,9 @@ class PaddedScan:
         """The first stretch, of which only the first step is there, to be looked at."""
         rows = self.counts[0]
         leaves = [None if x is None else x[:rows].unsqueeze(0) for x, _ in self.packed.tensors]
-        active = torch.ones(1, rows, dtype=torch.bool, device=self.lens.device)
+        active = torch.ones(1, rows, dtype=torch.bool, device=self.device)
         entries = Entries(self.packed, leaves, active, masked=self.masked)
-        ids = None if rows == len(self.lens) else self.stretches[0].ids
+        ids = None if rows == len(self.lens) else self._there(self.stretches[0].ids)
         init = self.loop.init if ids is None else select(self.loop.init, ids)
         self._first = self._watched(_stretch(self.loop, entries, init, init, ids))
         return self._first, None
@@ -136,16 +136,21 @@ class PaddedScan:
         active = [steps[s.start : s.stop] < self.lens[s.ids] for s in self.stretches]
         tensors = [x for x, _ in self.packed.tensors]
         if self.masked:
-            self._places = torch.cat([x.flatten() for x in active]).nonzero().squeeze(1)  # of entries, in time order
+            places = torch.cat([x.flatten() for x in active]).nonzero().squeeze(1)
+            self._places = self._there(places)  # of entries, in time order
             earlier = (steps < self.lens).cumsum(1)  # at each step, of the rows up to each those that run
-            index = torch.cat([self._index(s, steps, earlier) for s in self.stretches])
+            index = self._there(torch.cat([self._index(s, steps, earlier) for s in self.stretches]))
             tensors = [None if x is None else segments.repeat(x, index, self._places) for x in tensors]
         sizes = [x.numel() for x in active]
         columns = [None if x is None else x.split(sizes) for x in tensors]
         self._entries = []
         for k, mask in enumerate(active):
             leaves = [None if x is None else x[k].unflatten(0, mask.shape) for x in columns]
-            self._entries.append(Entries(self.packed, leaves, mask, masked=self.masked))
+            self._entries.append(Entries(self.packed, leaves, self._there(mask), masked=self.masked))
+
+    def _there(self, x: Tensor) -> Tensor:
+        """A tensor of the host where the entries are: nobody waits for it to come."""
+        return x.to(self.device, non_blocking=True)
 
     def _index(self, s: Stretch, steps: Tensor, earlier: Tensor) -> Tensor:
         """(T * rows,): where in time order the entry is that a row gets, its last one where it has no more."""
@@ -165,12 +170,13 @@ class PaddedScan:
     def take(self, k: int, carry: State, lasts: State, ys: Sequence[Tensor]) -> PaddedLoop | None:
         """Takes what stretch k gave: of its rows the carry, their last inputs, and ys (T, rows, *F). Gives the next."""
         ids = self.stretches[k].ids
-        self.state = carry if len(ids) == len(self.lens) else _put(self.state, ids, carry, len(self.lens))
+        all_rows = len(ids) == len(self.lens)
+        self.state = carry if all_rows else _put(self.state, self._there(ids), carry, len(self.lens))
         self._ys.append([y.flatten(0, 1) for y in ys])
         if k + 1 == len(self.stretches):
             return None
         left = self.stretches[k + 1].ids
-        places = torch.searchsorted(ids, left)
+        places, left = self._there(torch.searchsorted(ids, left)), self._there(left)
         init, lasts = (
             [segments.collect(x, places) if _has_rows(x) else x for x in leaves] for leaves in (carry, lasts)
         )

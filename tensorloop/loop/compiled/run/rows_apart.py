@@ -20,7 +20,7 @@ from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
-from tensorloop.compiler.targets.choose import target_of
+from tensorloop.compiler.targets.choose import find_place, target_of
 from tensorloop.compiler.trace import Operation, Ref
 from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.look.autocast import without_autocast
@@ -101,7 +101,8 @@ def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
         for n in own_nodes:
             n.meta["val"] = value_of(n).contiguous()
         try:
-            return target_of(whole.place).rows_meet(whole, rows, {*whole.sequences, *own_nodes})
+            # Of the host's kernels, wherever the step runs: which rows it makes one of is the same everywhere.
+            return target_of(find_place([HOST])).rows_meet(whole, rows, {*whole.sequences, *own_nodes})
         except Unsupported as lack:
             raise Refused(
                 f"rows leave the batch, and nobody knows whether they stay apart: {lack.reason}",
