@@ -26,8 +26,8 @@ test-all: $(STAMP)
 test-compiled: $(STAMP)
 	$(PYTEST) --all --compiled tests/loop tests/checkpoint
 
-# Loops, arrays, attention and beam search on a pretended CUDA device, which g++ builds once.
-ON_DEVICE := device tensor_array loop checkpoint attention beam
+# Loops, arrays, packed tensors, attention, beam search and risks on a pretended CUDA device, which g++ builds once.
+ON_DEVICE := device tensor_array loop checkpoint packed attention beam risk
 test-device: $(STAMP)
 	$(PYTEST) --device $(ON_DEVICE:%=tests/%)
 

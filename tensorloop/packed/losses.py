@@ -130,6 +130,6 @@ def _read_targets(targets: Any, lengths: Any, p: Packed) -> tuple[Tensor, Dim]:
         raise WrongValue(f"target_lengths sum to {dim.total}, but there are {len(tokens)} targets")
     if dim.device != p.values.device:
         raise WrongValue(f"log_probs are on {p.values.device}, targets on {dim.device}; move them with .to()")
-    if dim.device.type == "cpu":  # a kernel would read what is not its own
+    if arguments.must_check(None, tokens):  # a kernel would read what is not its own
         arguments.in_range(tokens, 0, p.values.shape[1], "targets")
     return tokens.to(torch.int64), dim

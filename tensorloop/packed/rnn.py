@@ -46,7 +46,7 @@ def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *s
 
 def _put_back(before: Tensor, after: Tensor, order: TimeOrder) -> Tensor:
     """The states in the rows' own order; an empty row keeps what it began with."""
-    return before.index_copy(1, order.rows, after)
+    return before.to(after.dtype).index_copy(1, order.rows, after)
 
 
 def _find_dtypes(name: str, input: Tensor, state: Tensor, weight: Tensor) -> tuple[torch.dtype, torch.dtype]:

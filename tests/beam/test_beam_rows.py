@@ -71,7 +71,7 @@ class Case:
 @pytest.mark.extended("[1", "[2", "[3")
 def test_each_row_alone(seed: int, monkeypatch: pytest.MonkeyPatch):
     case = Case(seed)
-    seeds = noise.draw_seeds(case.options["choose"], case.rows, torch.device("cpu"))
+    seeds = noise.draw_seeds(case.options["choose"], case.rows, HERE)
 
     def search(ids: list[int]) -> tuple[beam.Hypotheses, Tensor]:
         monkeypatch.setattr(decisions, "draw_seeds", lambda *_: seeds[ids])

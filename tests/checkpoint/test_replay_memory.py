@@ -14,6 +14,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop.memory import growth, peak, saved
+from tests.support.devices import HERE
 
 # Compiled loops keep other carries, in blocks of steps: tests/compiled/test_compiled_checkpoints.py counts theirs.
 pytestmark = pytest.mark.eager_only("these are the bytes of an eager loop", run=False)
@@ -233,7 +234,8 @@ def test_rows_that_leave_the_batch_hold_nothing_more() -> None:
     held = {T: saved(rows(None, True)(T)).bytes for T in (32, 64, 128)}
     assert held[64] - held[32] == 2 * 32 * CARRY * 10 // 16
     assert held[128] - held[64] == 2 * 64 * CARRY * 10 // 16
-    assert held[32] <= (2 * 32 * 10 // 16 + 2) * CARRY
+    known = 0 if HERE.type == "cpu" else 8 * (3 + 2 + 1)  # of a device the host has, too, which rows are left
+    assert held[32] <= (2 * 32 * 10 // 16 + 2) * CARRY + known
 
 
 @pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])

@@ -4,11 +4,10 @@ A test is its file in `tests/` and its name, or the file alone; in brackets, wha
 """
 
 GRAPHS = "torch.compile cannot trace what a loop's classes ask of torch's while a default device is set, be it the CPU"
+PIECES = "torch.compile breaks its graph within, and a piece that it then runs has a tensor of the CPU: not understood"
 KERNELS = "torch has these kernels for CUDA alone"
 SPARSE = "the pretended device has no sparse tensors"
 NESTED = "the pretended device has no nested tensors"
-DRAWS = "loops that draw are eager on a device; a mark says what holds where they are compiled"
-CELLS = "cells that a device has as one kernel are not compiled there"
 DEFAULT = "torch's own checkpoint forgets the default device in backward"
 DRIVER = "the pretended device has a driver"
 DEADLOCK = "it stops a backward until another has begun, and a device has one thread for all"
@@ -32,7 +31,7 @@ EXCLUDED = {
     ),
     NESTED: ("packed/test_packed_lens.py::test_a_default_device_other_than_that_of_the_values[from_nested]",),
     DEFAULT: ("tensor_array/test_tensor_array_transforms.py::test_inside_torch_checkpoint[True]",),
-    CELLS: ("loop/test_first_only.py::test_a_compiled_loop_runs_from_the_second_step_on",),
+    PIECES: ("packed/test_packed_ops.py::test_compiled_code_packs_and_reduces",),
     GRAPHS: (
         "loop/test_loop_limits.py::test_an_associative_scan_is_traced_as_one_graph",
         "loop/test_associative_scan_gradients.py::test_torch_compile_takes_it_as_one_graph",
@@ -41,9 +40,8 @@ EXCLUDED = {
     ),
 }
 
-# They would take the run with them, or have another mark.
+# They would take the run with them.
 NOT_RUN = {
-    DRAWS: ("checkpoint/test_replay_world.py::test_an_exception_in_a_replay_leaves_everything_usable[compiled]",),
     DEADLOCK: ("checkpoint/test_loop_limits_replay.py::test_hooks_are_silent_for_another_thread_while_a_replay_lasts",),
     GRAPHS: ("packed/test_packed_compile.py",),
     FORKED: ("packed/test_packed.py::test_collate_in_a_data_loader",),

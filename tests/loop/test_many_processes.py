@@ -25,6 +25,8 @@ from torch.utils._pytree import tree_map
 import tensorloop as tl
 from tests.support.loop_cases import with_and_without_checkpoints
 
+pytestmark = pytest.mark.usefixtures("on_the_cpu")  # its processes have no device
+
 WORLD = 2
 T, B, F = 7, 6, 4
 D = torch.float64

@@ -67,7 +67,7 @@ def test_a_split_by_a_number_of_rows() -> None:
 
 
 def test_memory_is_pinned_where_there_is_a_device_for_it() -> None:
-    p = PackedTensor(torch.zeros(3, 2), [1, 2])
+    p = PackedTensor(torch.zeros(3, 2, device="cpu"), [1, 2])
     if torch.cuda.is_available():
         assert p.pin_memory().values.is_pinned()
     else:

@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from tensorloop import testing
 from tensorloop.packed import PackedTensor
 from tensorloop.packed.attributes import ATTRIBUTES
+from tests.support.devices import HERE
 
 D = torch.float64
 MIXED = [3, 0, 4, 1]
@@ -25,7 +26,7 @@ def test_facts_are_those_of_the_values() -> None:
     for name in ATTRIBUTES:
         assert hasattr(torch.Tensor, name), name
         assert getattr(p, name) == getattr(p.values, name), name
-    assert (p.is_leaf, p.is_cuda, p.grad_fn is p.values.grad_fn) == (False, False, True)
+    assert (p.is_leaf, p.is_cuda, p.grad_fn is p.values.grad_fn) == (False, HERE.type == "cuda", True)
     for name in ("is_contiguous", "is_signed", "is_inference", "element_size", "get_device", "nelement"):
         assert getattr(p, name)() == getattr(p.values, name)(), name
     assert p.ndimension() == p.dim() == 3

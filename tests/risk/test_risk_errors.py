@@ -119,7 +119,7 @@ COSTS: list[tuple[dict[str, Any], type[Exception], str]] = [
     ({"substitution": torch.full((5, 5), torch.nan)}, ValueError, "substitution[0, 0] is nan; a cost is 0 or more"),
     ({"substitution": torch.ones(4, 4)}, IndexError, "a.values[1] is 4, expected 0 <= index < 4"),
     (
-        *({"substitution": torch.eye(5).to_sparse()}, TypeError),
+        *({"substitution": torch.eye(5, device="cpu").to_sparse()}, TypeError),
         "substitution: expected a dense tensor, got layout torch.sparse_coo; convert it with to_dense()",
     ),
     ({"whole": True, "insertion": 2}, ValueError, "whole=True counts rows that differ; leave the costs at 1"),

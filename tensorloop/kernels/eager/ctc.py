@@ -37,7 +37,8 @@ def ctc_loss_grad(
     padded, lens = _pad(values, offsets)
     sizes = token_offsets.diff().tolist()
     found = _BACKWARDS(grad.contiguous(), padded, tokens, lens, sizes, losses, alpha, blank, False).transpose(0, 1)
-    found = torch.where(grad[:, None, None] == 0, 0, found)  # of a row without paths it is NaN
+    # It is NaN for a row without paths, and for values of -inf, through which no path goes.
+    found = torch.where((grad[:, None, None] == 0) | (padded.transpose(0, 1) == -torch.inf), 0, found)
     return torch.cat([values.new_zeros(0, values.shape[1]), *(row[:n] for row, n in zip(found, lens, strict=True))])
 
 
