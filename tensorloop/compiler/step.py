@@ -98,14 +98,17 @@ class CoreCall(NamedTuple):
 
 
 class Core(Protocol):
-    """A step made runnable. It may be called from several threads at once.
+    """A step made runnable. It may be called from several threads at once."""
 
-    `way` says how it runs, in words; `called` are operations that torch does in its middle. What one of them raises
-    comes as a `StepFailed`.
-    """
+    @property
+    def way(self) -> str:
+        """How it runs, in words."""
+        ...
 
-    way: str
-    called: Sequence[fx.Node]
+    @property
+    def called(self) -> Sequence[fx.Node]:
+        """Operations that torch does in its middle; what one of them raises comes as a `StepFailed`."""
+        ...
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs the steps: (the last carry in new memory, how many steps were done).

@@ -19,12 +19,10 @@ import torch
 from torch import Tensor
 
 from tensorloop import cuda
+from tensorloop._common.closeness import CLOSE
 from tensorloop._torch.dispatch import tree_leaves, tree_map_only
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.kernels.cases import cases
-
-# How far numbers may be from those of torch operations in float64, absolute and relative.
-CLOSE = {torch.float32: 1e-5, torch.float64: 1e-12, torch.complex64: 1e-5, torch.complex128: 1e-12}
 
 Run = Callable[..., Any]
 

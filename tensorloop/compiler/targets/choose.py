@@ -42,6 +42,11 @@ def target_of(place: Place) -> Target:
     return _BY_NAME[place.target]
 
 
+def left_to_loop(place: Place) -> bool:
+    """Whether a loop whose core lacks something is left to the eager loop: on a device the eager core launches less."""
+    return place.device == HOST
+
+
 def make_core(step: Step) -> tuple[Core, Unsupported | None]:
     """Returns a core, and why it is of none of the place's own targets."""
     own = target_of(step.place)

@@ -17,6 +17,7 @@ from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
+from tensorloop.compiler.targets.choose import left_to_loop
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
@@ -368,7 +369,7 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     except Exception as error:  # a body that torch cannot trace
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}", GAP)
-    if plan.lacking is not None and plan.forward.core is not None:
+    if plan.lacking is not None and plan.forward.core is not None and left_to_loop(plan.step.place):
         node = plan.lacking.node
         place = None if node is None else place_of(node)
         return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", NATIVE, place)

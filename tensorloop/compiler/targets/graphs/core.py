@@ -11,7 +11,7 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.eager import EagerCore
-from tensorloop.compiler.targets.graphs.recorded import SIZES, Recorded
+from tensorloop.compiler.targets.graphs.recorded import SIZES, Recorded, trials
 
 MOST_STREAMS = 4  # of which a core keeps memory and graphs
 
@@ -41,7 +41,7 @@ class GraphCore:
 
     def __init__(self, step: Step) -> None:
         self._step, self._device = step, step.place.device
-        self.eager = EagerCore(step)
+        self.eager, self.trials = EagerCore(step), trials(step)
         self._lock = threading.Lock()
         self._recorded: OrderedDict[Settings, Recorded] = OrderedDict()
         self._failed = False

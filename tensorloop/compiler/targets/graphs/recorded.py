@@ -18,6 +18,7 @@ from tensorloop._torch.grad_modes import lasting
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.operations import aten, bytes_of, value_of
 from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.targets.proved import Trial
 
 SIZES = 64, 8, 1  # steps of a graph
 STATIC = 2**27  # bytes at most of all that a step reads and writes; to touch so much takes longer than to launch it
@@ -43,7 +44,7 @@ class Recorded:
         self.lock = threading.Lock()
         self._step, self._module, self._device = step, module, step.place.device
         self._asks = step.going is not None
-        self._bytes = sum(map(bytes_of, (*step.sequences, *step.outs)))
+        self._bytes = _bytes_a_step(step)
         with lasting(), without_modes():
             self._invariants, self._carry, self._sums = (
                 [self._new(n) for n in nodes] for nodes in (step.invariants, step.carry, step.sums)
@@ -170,6 +171,22 @@ class Recorded:
         places = {x.untyped_storage().data_ptr() for x in self._carry}
         pairs = [(y, x) for y, x in zip(self._carry, state, strict=True) if x is not y]
         copy([(y, x.clone() if x.untyped_storage().data_ptr() in places else x) for y, x in pairs])
+
+
+def trials(step: Step) -> list[Trial]:
+    """Returns which calls of a step are the first that replay a graph of each size, with steps for the tail."""
+    found, tail = list[Trial](), SIZES[-2] + 1
+    for size in SIZES[:-1]:
+        held = size * _bytes_a_step(step)
+        if held <= CHUNKS:  # as `_size` has it
+            at_once = held <= SMALL and (step.going is None or size <= SIZES[-2])
+            least = size if at_once else 2 * size
+            found.append(Trial(least, least + tail))
+    return [*found, Trial(1, 1 + tail)]
+
+
+def _bytes_a_step(step: Step) -> int:
+    return sum(map(bytes_of, (*step.sequences, *step.outs)))
 
 
 def copy(pairs: Pairs) -> None:

@@ -12,6 +12,7 @@ from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.core import GraphCore
 from tensorloop.compiler.targets.graphs.recorded import STATIC
+from tensorloop.compiler.targets.proved import Proved
 
 # What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.
 _NOT_RECORDED = {
@@ -36,9 +37,10 @@ class GraphTarget:
         return Place(device, self.name, cached=0, few_rows=0, many_rows=0, small_step=0)
 
     def make_core(self, step: Step) -> Core:
-        """Returns the step as graphs that are recorded when it first runs."""
+        """Returns the step as graphs that are recorded, and prove themselves, when it first runs."""
         check(step)
-        return GraphCore(step)
+        core = GraphCore(step)
+        return Proved(core, core.eager, core.eager, step)
 
     def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:
         """Raises `Unsupported`: operations do not say which rows they read."""

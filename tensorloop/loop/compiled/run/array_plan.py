@@ -13,6 +13,7 @@ from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import NATIVE, Refused
+from tensorloop.compiler.targets.choose import left_to_loop
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.carried_arrays import STAND_IN
@@ -125,7 +126,7 @@ def make_array_plan(
             growth=look.results.growth,
             place=look.frame.place,
         )
-    if plan.grad and (lack := plan.backward().lacking) is not None:
+    if plan.grad and (lack := plan.backward().lacking) is not None and left_to_loop(plan.step.place):
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()
     plan.writes = logged(plan.step)

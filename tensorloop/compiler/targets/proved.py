@@ -1,0 +1,209 @@
+"""Cores that prove themselves: each runs beside the eager core, on the same device, before it may take its place.
+
+The proof is made of a core's first call, and of each later one that is so long that other code runs: a whole chunk and
+its tail, on copies of the real inputs. What it gives must be what the eager core gives, numbers within `CLOSE`. Where
+not, the core below takes its place as long as the plan lives, and one warning says what differed.
+"""
+
+import threading
+import warnings
+from collections.abc import Callable, Sequence
+from typing import NamedTuple, Protocol
+
+import torch
+from torch import Tensor, fx
+
+from tensorloop._common.closeness import CLOSE
+from tensorloop.compiler.lengths import grows
+from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed
+
+SENSITIVE = 16  # times as far as the eager core's own numbers move where its carry is rounded otherwise
+
+
+class Trial(NamedTuple):
+    """A call of `least` steps or more is preceded by a run of as many as `steps`, once."""
+
+    least: int
+    steps: int
+
+
+class Provable(Core, Protocol):
+    """A core that says what it has to show."""
+
+    @property
+    def trials(self) -> Sequence[Trial]:
+        """Which calls are tried, the longest first."""
+        ...
+
+
+class Run(NamedTuple):
+    """What a core has given."""
+
+    last: list[Tensor]
+    done: int
+    outs: Sequence[Tensor]
+    sums: Sequence[Tensor]
+
+
+class Proved:
+    """Runs the steps by a core once it has proved itself, by the one below it where it fails.
+
+    Args:
+        core: who is to prove itself.
+        below: the core that takes its place.
+        eager: the eager core of the same step: it is right.
+        step: what they all run.
+    """
+
+    def __init__(self, core: Provable, below: Core, eager: Core, step: Step) -> None:
+        self._core, self._below, self._eager = core, below, eager
+        self._device, self._reverse = step.place.device, step.reverse
+        self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
+        self._left = list(core.trials)
+        self._failed = False
+        self._deciding = threading.RLock()
+
+    @property
+    def way(self) -> str:
+        """How the steps run."""
+        return (self._below if self._failed else self._core).way
+
+    @property
+    def called(self) -> Sequence[fx.Node]:
+        """Operations that torch does in the middle of the core."""
+        return (self._below if self._failed else self._core).called
+
+    def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
+        """Runs the steps."""
+        return self._choose(call)(call)
+
+    def fits(self, steps: int, lengths: Sequence[int]) -> bool:
+        """Whether so many steps stay in their memory, by whichever core."""
+        return self._core.fits(steps, lengths) and self._below.fits(steps, lengths)
+
+    def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
+        """Returns a faster core for many calls with these invariants."""
+        made: dict[int, Callable[[CoreCall], tuple[list[Tensor], int]]] = {}
+
+        def run(call: CoreCall) -> tuple[list[Tensor], int]:
+            core = self._choose(call)
+            if id(core) not in made:
+                made[id(core)] = core.stepping(invariants)
+            return made[id(core)](call)
+
+        return run
+
+    def _choose(self, call: CoreCall) -> Core:
+        """The core that runs a call: the eager one where nothing can be tried now, as in a graph of the caller's."""
+        if self._failed:
+            return self._below
+        if not self._to_try(call.steps):
+            return self._core
+        with torch.cuda.device(self._device):
+            if torch.cuda.is_current_stream_capturing():
+                return self._eager
+            with self._deciding:
+                while not self._failed and (trial := self._to_try(call.steps)):
+                    try:
+                        fault = self._fault(call, trial)
+                    except (StepFailed, torch.OutOfMemoryError):  # a step fails, or memory is short: that says nothing
+                        return self._eager
+                    covered = call.steps >= trial.steps  # with the tail, which is what shorter trials are
+                    self._left = [x for x in self._left if x is not trial and not (covered and x.least < trial.least)]
+                    if fault:
+                        self._give_up(fault)
+        return self._below if self._failed else self._core
+
+    def _to_try(self, steps: int) -> Trial | None:
+        return next((trial for trial in self._left if trial.least <= steps), None)
+
+    def _give_up(self, fault: str) -> None:
+        self._failed = True
+        warnings.warn(
+            f"tensorloop: a loop on {self._device} is left to {self._below.way}, since {self._core.way} {fault}",
+            RuntimeWarning,
+            stacklevel=4,
+        )
+
+    def _fault(self, call: CoreCall, trial: Trial) -> str:
+        """What the core does otherwise than the eager one, in a few words; empty if nothing."""
+        steps = min(call.steps, trial.steps)
+        expected = _run(self._eager, self._copied(call, steps))
+        try:
+            found = _run(self._core, self._copied(call, steps))
+        except torch.OutOfMemoryError:
+            raise
+        except Exception as error:  # a driver's, a compiler's
+            return f"raised {type(error).__name__}: {error}".splitlines()[0]
+        fault = _difference(found, expected, None, self._reverse)
+        if not fault or found.done != expected.done:
+            return fault
+        # A loop that magnifies roundings has no one result: it may differ as far as it does from itself.
+        moved = _run(self._eager, self._copied(call, steps, rounded=True))
+        return _difference(found, expected, moved if moved.done == expected.done else None, self._reverse)
+
+    def _copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
+        """The first steps of a call in memory of their own; outs are such that one sees which are not written."""
+        part = slice(call.steps - steps, call.steps) if self._reverse else slice(steps)
+        with torch.no_grad():
+            return CoreCall(
+                steps,
+                [x.clone() for x in call.invariants],
+                [(x if whole else x[part]).clone() for x, whole in zip(call.sequences, self._whole, strict=True)],
+                [_rounded(x) if rounded else x.clone() for x in call.carry],
+                [_unwritten(x[part]) for x in call.outs],
+                [x.clone() for x in call.sums],
+                call.lengths,
+            )
+
+
+def _run(core: Core, call: CoreCall) -> Run:
+    return Run(*core(call), call.outs, call.sums)
+
+
+def _rounded(x: Tensor) -> Tensor:
+    if not x.is_floating_point():
+        return x.clone()
+    return x + (x.abs() + 1) * (4 * torch.finfo(x.dtype).eps)
+
+
+def _unwritten(x: Tensor) -> Tensor:
+    """Memory like that of x with numbers that nothing computes by chance, and no NaN, which some loops give."""
+    if x.is_floating_point() or x.is_complex():
+        return torch.full_like(x, -torch.finfo(x.dtype).max / 3)
+    return torch.full_like(x, True if x.dtype is torch.bool else torch.iinfo(x.dtype).max)
+
+
+def _difference(found: Run, expected: Run, moved: Run | None, reverse: bool) -> str:
+    if found.done != expected.done:
+        return f"does {found.done} steps, not {expected.done}"
+    rows = slice(-found.done if found.done else None, None) if reverse else slice(found.done)
+    parts = [("tensor {} of the carry", "last"), ("out {}", "outs"), ("sum {}", "sums")]
+    for what, name in parts:
+        for i, (x, y) in enumerate(zip(getattr(found, name), getattr(expected, name), strict=True)):
+            z = None if moved is None else getattr(moved, name)[i]
+            if name == "outs":
+                x, y, z = (one if one is None else one[rows] for one in (x, y, z))
+            if said := _of_tensors(x, y, z):
+                return f"gives {said} in {what.format(i)}"
+    return ""
+
+
+def _of_tensors(x: Tensor, y: Tensor, moved: Tensor | None) -> str:
+    if (x.dtype, x.shape) != (y.dtype, y.shape):
+        return f"{x.dtype} {tuple(x.shape)} instead of {y.dtype} {tuple(y.shape)}"
+    if x.is_floating_point() or x.is_complex():
+        close = CLOSE.get(x.dtype, torch.finfo(x.dtype).eps)
+        wrong = ~torch.isclose(x, y, rtol=close, atol=close, equal_nan=True)
+        if moved is not None:
+            far = (moved - y).abs().nan_to_num(0)
+            wrong &= ~((x - y).abs() <= SENSITIVE * (far.max() if far.numel() else far))
+    else:
+        wrong = x != y
+        if moved is not None:
+            wrong &= (moved == y).all()
+    count = int(wrong.sum())
+    if not count:
+        return ""
+    one, other = (v.flatten()[wrong.flatten().nonzero()[0, 0]].item() for v in (x, y))
+    return f"{count} of {x.numel()} numbers otherwise, {one} instead of {other} for one,"
