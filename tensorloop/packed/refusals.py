@@ -17,7 +17,7 @@ _EINSUM = (
     f"PackedTensor(torch.einsum('nd,df->nf', p.values, w), p.lens); {BETWEEN}"
 )
 _FEATURES = "give it .values, where feature dim d is d - 1, and pack what comes: PackedTensor(y, p.lens)"
-_WRITTEN = "a packed tensor is not written by index; use torch.where, or an index into .values"
+_WRITTEN = "it writes by an index; use p[key] = value, torch.where, or an index into .values"
 _ROWS = "do it row by row: PackedTensor.from_list([f(row) for row in p])"
 _WINDOWS = (
     "it is not there; over whole rows use p.amax(1) or p.mean(1), over windows max_pool1d and avg_pool1d of "

@@ -27,9 +27,10 @@ from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
 from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
 from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.refusals import no_attribute, unsupported
+from tensorloop.packed.refusals import no_attribute
 from tensorloop.packed.time import convolution, pooling, resampling, spectrum, statistics
 from tensorloop.packed.tree import register
+from tensorloop.packed.writes import setitem
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
@@ -285,9 +286,12 @@ class PackedTensor(InAutograd):
             refuse_lost_gradient((self, key))
         return getitem(self, key)
 
+    @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Refused: torch.where writes where a mask says so."""
-        raise unsupported("__setitem__").named("__setitem__")
+        """p[key] = value: changes in place the entries that p[key] has."""
+        if not is_recording():
+            refuse_lost_gradient((self, key, value))
+        setitem(self, key, value)
 
     def __len__(self) -> int:
         """Refused: with a length, torch would take the index of `table[p]` for a tuple of rows, one for each dim."""

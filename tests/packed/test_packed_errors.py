@@ -148,8 +148,7 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
         TypeError,
         r"give it .values and pack what comes: PackedTensor\(y, p.lens\)",
     ),
-    ("scatter", lambda p: p.scatter(1, p.long(), 0.0), AttributeError, "is not written by index; use torch.where"),
-    ("written", lambda p: p.__setitem__(0, 1), TypeError, "a packed tensor is not written by index; use torch.where"),
+    ("scatter", lambda p: p.scatter(1, p.long(), 0.0), AttributeError, "it writes by an index; use p"),
     ("stacked", lambda p: torch.hstack([p, p]), TypeError, r"use torch.cat\(tensors, dim\)"),
     ("unknown", lambda p: torch.cov(p), TypeError, "cov: this operation is not known for packed tensors, and padding"),
     (
@@ -162,7 +161,7 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
     ("where 1", lambda p: torch.where(p > 0), TypeError, "where of one argument"),
     ("argmax", lambda p: p.argmax(), TypeError, "give dim"),
     ("softmax", lambda p: F.softmax(p), TypeError, "give dim"),
-    ("setitem", lambda p: torch.Tensor.__setitem__(PADDED, p, 0), TypeError, "a packed tensor is not written by index"),
+    ("setitem", lambda p: torch.Tensor.__setitem__(PADDED, p, 0), TypeError, "it writes by an index"),
     ("cumprod rows", lambda p: p.cumprod(0), TypeError, "it does not run over the batch dim"),
     ("fft", lambda p: torch.fft.fft(p, dim=1), TypeError, "padding would change every number: do it row by row"),
     ("mode", lambda p: torch.mode(p, 1), TypeError, "mode: .*do it row by row"),

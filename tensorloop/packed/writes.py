@@ -1,0 +1,66 @@
+"""p[key] = value: the entries that `p[key]` gives are changed in place. The rows stay as they are."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.errors import WrongIndex
+from tensorloop.packed import segments
+from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
+from tensorloop.packed.index import getitem
+from tensorloop.packed.pointwise import align, check_partner
+
+
+def setitem(p: Packed, key: Any, value: Any) -> None:
+    """Writes a number, a packed tensor of the same rows, or what broadcasts to `p[key]`, into the values."""
+    if (mask := find_mask(p, key)) is not None:
+        if is_packed(value):
+            raise refusal("a packed tensor where a mask is true", "use torch.where(mask, value, p)")
+        p.values[mask] = value
+        return
+    if _gives_view(p, key):
+        there = getitem(p, key)
+        target = there.values if is_packed(there) else there
+        target[...] = _find_beside(value, there)
+        return
+    # The place of each number among the values, and of those the ones that the key takes.
+    numbers = torch.arange(p.values.numel(), device=p.values.device).view(p.values.shape)
+    there = getitem(p._with(numbers), key)
+    places = there.values if is_packed(there) else there
+    given = torch.as_tensor(_find_beside(value, there), dtype=p.values.dtype, device=p.values.device)
+    p.values.put_(places, given.expand(places.shape))
+
+
+def find_mask(p: Packed, key: Any) -> Tensor | None:
+    """A bool index of entries, packed or (B, T, ..) for the longest row, as one of the values; None if it is none."""
+    if is_packed(key) and key.values.dtype is torch.bool:
+        check_same_rows(p, key)
+        return key.values
+    if not isinstance(key, Tensor) or key.dtype is not torch.bool or key.dim() < 2:
+        return None
+    dim = p._dim
+    wanted = len(dim), dim.max_len, *p.values.shape[1 : key.dim() - 1]
+    if tuple(key.shape) != wanted:
+        raise WrongIndex(f"a mask of the entries of {p.shape} must be {wanted}, got {tuple(key.shape)}")
+    return segments.pack(key, dim._offsets, dim.total)
+
+
+def _gives_view(p: Packed, key: Any) -> bool:
+    """Whether `p[key]` shares its memory with p: one row, or all rows and steps, and no lists of features."""
+    keys = key if isinstance(key, tuple) else (key,)
+    if not all(k is None or k is Ellipsis or type(k) is int or isinstance(k, slice) for k in keys):
+        return False
+    if keys[0] is Ellipsis:
+        return len(keys) == 2 and p.ndim > 2  # the last feature; of two dims it is the step
+    whole = [isinstance(k, slice) and k.start is None and k.stop is None and k.step is None for k in keys[:2]]
+    return type(keys[0]) is int or (len(whole) == 2 and all(whole))
+
+
+def _find_beside(value: Any, there: Any) -> Any:
+    """What is written, as it goes beside what is there."""
+    if is_packed(value):
+        if not is_packed(there):
+            raise refusal("a packed tensor in the place of an ordinary one", "index it the same way")
+        return check_partner(there, value).values
+    return align(value, there) if isinstance(value, Tensor) and value.dim() and is_packed(there) else value
