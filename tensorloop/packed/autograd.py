@@ -90,8 +90,8 @@ def refuse_lost_gradient(given: tuple[Any, ...]) -> None:
     Under an ordinary `no_grad`, no frame of the stack is a Function's.
     """
     for x in given:  # in evaluation, all of them pass here
-        if isinstance(x, (Packed, StaticPacked)):
-            if x.values.requires_grad:
+        if isinstance(x, (Packed, PackedView, StaticPacked)):
+            if (x.packed if isinstance(x, PackedView) else x).values.requires_grad:
                 break
         elif type(x) in _LISTS:
             break
@@ -108,7 +108,11 @@ def refuse_lost_gradient(given: tuple[Any, ...]) -> None:
         if (function := forwards.get(frame.f_code)) is not None:
             args = _read_arguments(frame)
             # Who gives the values too has them seen, and the packed tensor for its rows.
-            if any(p is q and not any(x is p.values for x in args) for p in wanted for q in _find_packed(args)):
+            if any(
+                p.values is q.values and not any(x is p.values for x in args)
+                for p in wanted
+                for q in _find_packed(args)
+            ):
                 raise _lost_gradient(function, wanted[0])
         frame = frame.f_back
 

@@ -51,12 +51,28 @@ OPERATORS = (
 
 
 class PackedView:
-    """A name for a packed tensor whose dims stand in another order; nothing is moved."""
+    """A name for a packed tensor whose dims are seen in another order; nothing is moved."""
 
     __slots__ = ("packed",)
 
+    batch: int  # the dim of the view that is the batch
+    time: int  # and that which is the ragged dim
+    shape: Any
+    ndim: Any
+
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every torch function that is given one."""
+        raise NotImplementedError
+
+    def dim(self) -> int:
+        """The number of dims."""
+        raise NotImplementedError
 
 
 class StaticPacked:

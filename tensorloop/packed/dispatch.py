@@ -5,11 +5,13 @@ says itself: its operators carry a tag. All others are refused. The table is fil
 modules.
 """
 
+import functools
+import inspect
 from typing import Any
 
 from tensorloop._common.errors import Fact
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, refusal
+from tensorloop.packed.base import Handler, PackedView, refusal
 from tensorloop.packed.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.refusals import unsupported
 
@@ -20,6 +22,9 @@ _CALLED: dict[str, str] = {}  # what errors call a torch function, where that is
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for these arguments, some of them packed; errors begin with its name."""
     name = called = getattr(func, "__name__", str(func))
+    for x in args:
+        if isinstance(x, PackedView):  # of another order: it sees to both
+            return type(x).__torch_function__(func, (), args, kwargs)
     try:
         if not is_recording():
             refuse_lost_gradient((*args, *kwargs.values()) if kwargs else args)
@@ -52,3 +57,12 @@ def handles(*names: str, called: str | None = None) -> Any:
         return handler
 
     return add
+
+
+@functools.cache
+def find_dim_parameter(name: str) -> tuple[int, str, Any]:
+    """Where a function of packed tensors takes its dim: the place after `func`, its name and its default."""
+    for place, parameter in enumerate(inspect.signature(HANDLERS[name]).parameters.values()):
+        if parameter.name in ("dim", "dims"):
+            return place - 1, parameter.name, parameter.default
+    raise AssertionError(name)

@@ -9,7 +9,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongIndex, WrongValue
 from tensorloop._common.uploads import upload
-from tensorloop.packed import segments
+from tensorloop.packed import reordered_shapes, segments
 from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.size import RaggedSize
@@ -26,6 +26,8 @@ def getitem(p: Packed, key: Any) -> Any:
     """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
     if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
         return _select_by_mask(p, key)
+    if _adds_dims_before(key):
+        return reordered_shapes.index(p, key)
     rows, times, features = _split_key(p, key)
     if isinstance(rows, Tensor) and (isinstance(times, Tensor) or (isinstance(times, int) and _find_lists(features))):
         return p.values[(_find_pairs(p, rows, times), *features)]
@@ -39,6 +41,12 @@ def getitem(p: Packed, key: Any) -> Any:
         p = p if _is_whole(times) else crop(p, times)
         return p._with(_index_features(p.values, features)) if features else p
     return _index_times(p, times, features)
+
+
+def _adds_dims_before(key: Any) -> bool:
+    """Whether a None stands before the ragged dim."""
+    first = key[:2] if isinstance(key, tuple) else (key,)
+    return any(k is None for k in (() if first and first[0] is Ellipsis else first))
 
 
 def _find_lists(features: tuple[Any, ...]) -> list[Any]:
@@ -56,8 +64,6 @@ def _split_key(p: Packed, key: Any) -> tuple[Any, Any, tuple[Any, ...]]:
     if sum(k is not None for k in keys) > p.ndim:
         raise WrongIndex(f"{len(keys)} indices for a packed tensor of {p.ndim} dims, {p.shape}")
     first, second, *rest = (*keys, _ALL, _ALL)[: max(2, len(keys))]
-    if first is None or second is None:
-        raise refusal("None before the ragged dim would add a dim there", "add dims after it: p[..., None]")
     return _read_index(p, first, "rows"), _read_index(p, second, "times"), tuple(rest)
 
 

@@ -7,15 +7,11 @@ _VALUES = "give it .values and pack what comes: PackedTensor(y, p.lens)"
 _FLATTEN = "flatten first, as no entry is padding: {name}(x.flatten(0, 1), y.flatten(0, 1))"
 # Products of two entries of a row have two ragged dims.
 BETWEEN = (
-    "between the entries of a row tensorloop.attention(q, k, v) makes scores, softmax and sums, "
-    "x, y = tensorloop.packed.pairs(a, b) puts every two side by side; or pad and mask: "
-    "torch.matmul(a.pad(), b.pad().mT)"
+    "between the entries of a row a @ b.transpose(1, 2) gives packed scores, "
+    "tensorloop.attention(q, k, v) makes scores, softmax and sums, "
+    "x, y = tensorloop.packed.pairs(a, b) puts every two side by side"
 )
 _PRODUCT = f"with ordinary weights torch.matmul(p, w); {BETWEEN}"
-_EINSUM = (
-    "with ordinary weights torch.matmul(p, w), or one letter in place of b and t: "
-    f"PackedTensor(torch.einsum('nd,df->nf', p.values, w), p.lens); {BETWEEN}"
-)
 _FEATURES = "give it .values, where feature dim d is d - 1, and pack what comes: PackedTensor(y, p.lens)"
 _WRITTEN = "it writes by an index; use p[key] = value, torch.where, or an index into .values"
 _ROWS = "do it row by row: PackedTensor.from_list([f(row) for row in p])"
@@ -31,11 +27,8 @@ _CONV = "its channels are dim 1: give it p.transpose(1, 2), (B, C, T*), and tran
 
 # By name, or by what a name begins or ends with; the first that fits. Each is a reason and what to write.
 _NAMES: dict[str, str] = {
-    "multi_head_attention_forward": "make the layer with batch_first=True",
-    "scaled_dot_product_attention": "use tensorloop.attention, which keeps rows apart",
     **dict.fromkeys(("batch_norm", "instance_norm", "group_norm", "interpolate", "dropout1d"), _CONV),
     "local_response_norm": "its channels are dim 1; use layer_norm or rms_norm",
-    "einsum": _EINSUM,
     "embedding_bag": "use F.embedding(p, weight), then .sum(1), .mean(1) or .amax(1)",
     "mode": "do it row by row: torch.stack([row.mode(0).values for row in p])",
     "aminmax": "use amin and amax",
@@ -48,10 +41,8 @@ _NAMES: dict[str, str] = {
     **dict.fromkeys(
         ("dropout2d", "dropout3d"), "its channels are dim 1; use F.dropout, or F.dropout1d of p.transpose(1, 2)"
     ),
-    **dict.fromkeys(
-        ("bmm", "mm", "mv", "dot", "vdot", "inner", "outer", "tensordot", "kron", "chain_matmul"), _PRODUCT
-    ),
-    **dict.fromkeys(("baddbmm", "addmm", "addmv", "addbmm", "addr"), _PRODUCT),
+    **dict.fromkeys(("mm", "mv", "dot", "vdot", "inner", "outer", "tensordot", "kron", "chain_matmul"), _PRODUCT),
+    **dict.fromkeys(("addmm", "addmv", "addbmm", "addr"), _PRODUCT),
     **dict.fromkeys(("unique", "unique_consecutive", "nonzero", "argwhere", "histc", "bincount"), "give it .values"),
     **dict.fromkeys(("broadcast_tensors", "_is_all_true"), _DISTRIBUTIONS),
     **dict.fromkeys(("multinomial", "searchsorted", "bucketize", "isin", "bilinear"), _VALUES),

@@ -6,29 +6,22 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue
 from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.pointwise import align
+from tensorloop.packed.reordered_shapes import expand as expand_any
+from tensorloop.packed.reordered_shapes import regroup, reorder, unsqueeze
+from tensorloop.packed.reordered_shapes import stack as stack_any
+from tensorloop.packed.reordered_shapes import unflatten as unflatten_any
 from tensorloop.packed.size import EntryCount, RaggedSize
-from tensorloop.packed.time.channels_first import ChannelsFirst
-from tensorloop.packed.time_first import TimeFirst
-
-_STAYS = (
-    "the batch and the ragged dim stay where they are; transpose(1, 2) of three dims is for convolutions; "
-    "for attention use tensorloop.attention"
-)
 
 
 @handles("unsqueeze")
 def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
-    """A feature dim of size 1, dim 2 or later; of two dims also dim 1, as a channel."""
-    d = find_dim(input, dim, extra=1)
-    if d == 1 and input.ndim == 2:
-        return ChannelsFirst(input._with(input.values.unsqueeze(1)))
-    if d < 2:
-        raise refusal(f"dim {dim} would go before the ragged dim", "a new dim may be 2 or more")
-    return input._with(input.values.unsqueeze(d - 1))
+    """A feature dim of size 1; before the ragged dim it gives a view, such as (B, 1, T*)."""
+    return unsqueeze(func, input, find_dim(input, dim, extra=1))
 
 
 @handles("squeeze")
@@ -45,22 +38,18 @@ def _squeeze(func: Any, input: Any, dim: Any = None) -> Any:
 
 @handles("transpose", "swapaxes", "swapdims", called="transpose")
 def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
-    """Two feature dims exchanged; (0, 1), and (1, 2) of three, give a name for the same tensor, for layers' layouts."""
+    """Two dims exchanged; where batch or ragged dim are among them, a view: nothing is moved."""
     a, b = find_dim(input, dim0), find_dim(input, dim1)
     if a == b:
         return input
-    if {a, b} == {0, 1}:
-        return TimeFirst(input)
-    if {a, b} == {1, 2} and input.ndim == 3:
-        return ChannelsFirst(input)
-    if min(a, b) < 2:
-        raise refusal(f"dims {dim0} and {dim1} of {input.shape}", _STAYS)
-    return input._with(input.values.transpose(a - 1, b - 1))
+    if min(a, b) > 1:
+        return input._with(input.values.transpose(a - 1, b - 1))
+    return reorder(input, [b if d == a else a if d == b else d for d in range(input.ndim)])
 
 
 @handles("permute", "movedim", "moveaxis")
 def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
-    """Feature dims in another order."""
+    """The dims in another order; where batch or ragged dim are moved, a view."""
     if func.__name__ == "permute":
         given = kwargs.get("dims", dims[0] if len(dims) == 1 else dims)
         order = [find_dim(input, d) for d in given]
@@ -69,11 +58,9 @@ def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
         moved = dict(zip((find_dim(input, d) for d in target), (find_dim(input, d) for d in source), strict=True))
         rest = iter(d for d in range(input.ndim) if d not in moved.values())
         order = [moved[d] if d in moved else next(rest) for d in range(input.ndim)]
-    if order == [0, 2, 1]:
-        return ChannelsFirst(input)
-    if order[:2] != [0, 1] or sorted(order) != list(range(input.ndim)):
-        raise refusal(f"order {tuple(order)} of {input.shape}", _STAYS)
-    return input._with(input.values.permute(0, *(d - 1 for d in order[2:])))
+    if sorted(order) != list(range(input.ndim)):
+        raise WrongValue(f"order {tuple(order)} is no order of the {input.ndim} dims of {input.shape}")
+    return reorder(input, order)
 
 
 @handles("flatten")
@@ -89,7 +76,9 @@ def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> An
 
 @handles("unflatten")
 def _unflatten(func: Any, input: Any, dim: Any, sizes: Any) -> Any:
-    """One feature dim as several."""
+    """One feature dim as several, or heads parted from the batch."""
+    if find_dim(input, dim) == 0:
+        return unflatten_any(func, input, 0, sizes)
     return input._with(input.values.unflatten(find_feature_dim(input, dim), tuple(sizes)))
 
 
@@ -102,19 +91,28 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     if given and isinstance(given[0], EntryCount):
         _read_sizes(input, given)
         return input.values.reshape(len(input.values), *_find_rest(given[1:], prod(input.values.shape[1:])))
-    sizes = _read_sizes(input, given)
-    features = input.values.shape[1:]
-    if len(sizes) >= 2 and sizes[0] in (len(input._dim), -1) and (sizes[1] is None or sizes[:2] == (sizes[0], -1)):
+    # A size of other rows is that of heads joined with the batch, or parted from it.
+    own = all(len(n._dim) == len(input._dim) for n in given if isinstance(n, RaggedSize))
+    found = _keep_rows(input, _read_sizes(input, given)) if own else None
+    found = regroup(input, tuple(given)) if found is None else found
+    if found is None:
+        raise refusal(
+            f"{input.shape} as {tuple(given)}", "keep the first two as (B, None), or merge them with the first as -1"
+        )
+    return found
+
+
+def _keep_rows(p: Packed, sizes: tuple[Any, ...]) -> Any:
+    """(B, None or -1, *sizes), or (-1, *sizes) of all entries; None for other sizes."""
+    features = p.values.shape[1:]
+    if len(sizes) >= 2 and sizes[0] in (len(p._dim), -1) and (sizes[1] is None or sizes[:2] == (sizes[0], -1)):
         rest = sizes[2:]
         if sizes[1] is None and sizes[0] != -1:
             rest = _find_rest(rest, prod(features))
-        if prod(rest) == prod(features):
-            return input._with(input.values.reshape(len(input.values), *rest))
-    elif (
-        sizes and sizes[0] == -1 and None not in sizes and (not prod(sizes[1:]) or not prod(features) % prod(sizes[1:]))
-    ):
-        return input.values.reshape(sizes)
-    raise refusal(f"{input.shape} as {sizes}", "keep the first two as (B, None), or merge them with the first as -1")
+        return p._with(p.values.reshape(len(p.values), *rest)) if prod(rest) == prod(features) else None
+    if not sizes or sizes[0] != -1 or None in sizes:
+        return None
+    return p.values.reshape(sizes) if not prod(sizes[1:]) or not prod(features) % prod(sizes[1:]) else None
 
 
 def _find_rest(sizes: Any, total: int) -> tuple[int, ...]:
@@ -149,6 +147,8 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     if func.__name__ == "expand_as":
         return input.expand(sizes[0].shape)
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
+    if len(sizes) > input.ndim:
+        return expand_any(func, input, *sizes)
     sizes = _read_sizes(input, sizes)
     if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
         raise refusal(f"{input.shape} as {sizes}", "the first two sizes must be (B or -1, None or -1)")
@@ -157,16 +157,11 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
 
 @handles("stack")
 def _stack(func: Any, tensors: Any, dim: Any = 0) -> Any:
-    """Along a new feature dim."""
+    """Along a new dim; before the ragged one it gives a view."""
     first = tensors[0]
     if not all(is_packed(x) for x in tensors):
         raise refusal("packed and padded tensors", "pack all of them: pack_padded(x, p.lens)")
-    d = find_dim(first, dim, extra=1)
-    if d < 2:
-        raise refusal(f"dim {dim} would go before the ragged dim", "stack along dim 2 or more")
-    for x in tensors[1:]:
-        check_same_rows(first, x)
-    return first._with(torch.stack([x.values for x in tensors], d - 1))
+    return stack_any(func, tensors, find_dim(first, dim, extra=1))
 
 
 @handles("repeat", "tile")

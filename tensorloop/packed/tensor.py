@@ -18,6 +18,8 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import features, interop, joins, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
+from tensorloop.packed import reordered as _views
+from tensorloop.packed import score_ops as _scores
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, find_dim
@@ -35,7 +37,7 @@ from tensorloop.packed.writes import setitem
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = features, joins, losses, norms, pieces, reduce, rnn, shape, sort
+_TABLES = features, joins, losses, norms, pieces, reduce, rnn, shape, sort, _views, _scores
 _TIME_TABLES = convolution, pooling, resampling, spectrum, statistics
 
 

@@ -62,7 +62,7 @@ DOORS = {
     "packed.dim": {"attention", "beam", "loop"},
     "packed.tensor": {"beam", "loop", "risk"},
     "packed.segments": {"loop"},
-    "packed.time_first": {"attention"},
+    "packed.layout": {"attention"},
     "tensor_array.array": {"attention", "beam", "loop"},
     "tensor_array.block": {"attention", "beam", "loop"},
     "tensor_array.buffer": {"attention", "beam", "loop"},
@@ -126,8 +126,8 @@ INNER = {
         *("compiler.emitter.lower", "compiler.emitter.lowered", "compiler.emitter.write"),
     },
     "packed.time": {
-        *(f"packed.{name}" for name in ("autograd", "base", "dim", "dispatch", "index", "pointwise", "reduce")),
-        *("packed.refusals", "packed.segment_reduce", "packed.segments"),
+        *(f"packed.{name}" for name in ("base", "dim", "dispatch", "index", "reduce")),
+        *("packed.reordered", "packed.segment_reduce", "packed.segments"),
     },
     "memory.counting": set[str](),
     "memory.report": {"memory.counting"},
@@ -164,7 +164,7 @@ INNER_DOORS = {
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "factorings", "function", "fuse", "in_order", "matmul")),
     *(f"compiler.emitter.write.{name}" for name in ("matrices", "memory", "rows", "scratch", "walk_body")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
-    *(f"packed.time.{name}" for name in ("channels_first", "convolution", "padding", "pooling", "resampling")),
+    *(f"packed.time.{name}" for name in ("convolution", "padding", "pooling", "resampling")),
     *("packed.time.spectrum", "packed.time.statistics"),
     "memory.counting.storages",
     *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "picture")),
@@ -177,7 +177,7 @@ LATE_DOORS = {
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
     "packed.size": {"'packed.by_size'"},
-    "packed.time_first": {"'attention.multihead'"},
+    "packed.reordered": {"'attention.sdpa'", "'attention.multihead'"},
     "tensor_array.array": {"'tensor_array.show'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda
     "memory.target": {"name"},  # a user's own module
@@ -429,7 +429,7 @@ def test_the_tables_name_what_there_is() -> None:
         ("compiler.targets.cpu.core", "import numba", "compiler.targets.cpu.core imports numba, which is neither"),
         ("packed.dim", "import_module('tensorloop.loop')", "packed.dim loads 'tensorloop.loop' when first needed"),
         ("packed.dim", "late('loop.api', 'scan')", "packed.dim loads 'loop.api' when first needed"),
-        ("packed.time_first", "import_module(f'tensorloop.{x}')", "packed.time_first loads f'tensorloop.{x}' when"),
+        ("packed.reordered", "import_module(f'tensorloop.{x}')", "packed.reordered loads f'tensorloop.{x}' when"),
         ("risk.bleu", "from tensorloop.packed.index import getitem", "risk.bleu imports packed.index, no door"),
         ("_torch.engine", "from tensorloop._common import scope", "_torch.engine imports _common.scope; _torch stands"),
         (

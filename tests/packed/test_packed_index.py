@@ -150,7 +150,6 @@ BAD: list[tuple[str, Any, type[Exception], str]] = [
     ("too many", lambda p: p[0, 0, 0, 0], IndexError, "4 indices for a packed tensor of 3 dims"),
     ("float", lambda p: p[torch.tensor([0.5])], TypeError, "rows must be integers, got dtype torch.float32"),
     ("string", lambda p: p["time"], TypeError, "index must be an int"),
-    ("new dim", lambda p: p[None], TypeError, "None before the ragged dim would add a dim there"),
     ("step", lambda p: p[:, ::-1], ValueError, "step must be at least 1, got -1; use flip"),
     ("2-d rows", lambda p: p[torch.zeros(2, 2, dtype=torch.int64)], IndexError, r"rows must be \(M,\)"),
     ("packed index", lambda p: p[p.long()], TypeError, "a packed index must be one bool tensor"),

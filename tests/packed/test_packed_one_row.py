@@ -12,11 +12,11 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.packed import PackedTensor, StaticPackedTensor, pack_padded
+from tensorloop.packed import PackedTensor, StaticPackedTensor, pack_padded, reordered
 from tensorloop.packed.dispatch import HANDLERS
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.static_ops import STATIC
-from tensorloop.packed.time import channels_first, convolution
+from tensorloop.packed.time import convolution
 from tests.support import packed_cases as cases
 from tests.support.devices import HERE
 
@@ -124,7 +124,7 @@ def static(x: Tensor, lens: list[int]) -> Any:
 def test_every_function_of_the_tables_has_a_case_or_a_reason() -> None:
     assert set(cases.PACKED) | set(cases.NO_ROWS) == set(HANDLERS)
     assert not set(cases.PACKED) & set(cases.NO_ROWS)
-    assert set(cases.CHANNELS_FIRST) | set(cases.CHANNELS_WITHOUT_ROWS) == set(channels_first._TABLE)
+    assert set(cases.CHANNELS_FIRST) | set(cases.CHANNELS_WITHOUT_ROWS) == set(reordered._OF_CHANNELS)
     assert set(STATIC) <= set(cases.PACKED)
 
 

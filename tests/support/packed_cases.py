@@ -52,6 +52,11 @@ def recurrent(kind: Any, **settings: Any) -> Case:
     return run
 
 
+def _multihead(p: Any) -> Any:
+    torch.manual_seed(0)
+    return nn.MultiheadAttention(FEATURES, 2, batch_first=True, dtype=p.dtype)(p, second(p), p)[0]
+
+
 def along(name: str, *dims: Any, **more: Any) -> list[Case]:
     """torch's function of this name over each of these dims."""
     return [lambda p, d=d: getattr(torch, name)(p, dim=d, **more) for d in dims]
@@ -153,6 +158,14 @@ PACKED: dict[str, list[Case]] = {
         lambda p: p @ fixed(p, len(p.lens), FEATURES, 3),
     ],
     "__matmul__": [lambda p: p @ fixed(p, FEATURES)],
+    "bmm": [lambda p: torch.bmm(torch.bmm(p, second(p).transpose(1, 2)).sigmoid(), p)],
+    "baddbmm": [lambda p: torch.baddbmm(p, torch.bmm(p, p.transpose(1, 2)).sigmoid(), second(p), beta=0.5)],
+    "einsum": [
+        lambda p: torch.einsum("btf,fg->btg", p, fixed(p, FEATURES, 3)),
+        lambda p: torch.einsum("bts,bsf->btf", torch.einsum("btf,bsf->bts", p, second(p)).softmax(-1), p),
+    ],
+    "scaled_dot_product_attention": [lambda p: F.scaled_dot_product_attention(p, second(p), p, is_causal=True)],
+    "multi_head_attention_forward": [_multihead],
     "__rmatmul__": [lambda p: fixed(p, 2, 2) @ heads(p)],
     "glu": [lambda p: F.glu(p, -1)],
     "lstm": [recurrent(nn.LSTM, bidirectional=True), recurrent(nn.LSTM, num_layers=2)],
@@ -303,13 +316,10 @@ CHANNELS_FIRST: dict[str, list[Case]] = {
     "prelu": [lambda x: F.prelu(x, fixed(x, FEATURES))],
     "dropout1d": [lambda x: F.dropout1d(x, 0.5)],
     "feature_dropout": [lambda x: torch.feature_dropout(x, 0.5, True)],
-    "matmul": [lambda x: fixed(x, 3, FEATURES) @ x],
-    "__rmatmul__": [lambda x: fixed(x, 3, FEATURES) @ x],
 }
 CHANNELS_WITHOUT_ROWS: dict[str, str] = {
     "batch_norm": "its statistics are those of all rows",
     "adaptive_max_pool1d_with_indices": "refused",
-    "__matmul__": "refused, but with a matrix from the left",
 }
 
 

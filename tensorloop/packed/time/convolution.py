@@ -20,7 +20,7 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, check_only_first
 from tensorloop.packed.dim import Dim
-from tensorloop.packed.time.channels_first import takes_channels_first
+from tensorloop.packed.reordered import takes_channels_first
 from tensorloop.packed.time.windows import Windows, lay_out
 
 _LINE = 1024  # slots

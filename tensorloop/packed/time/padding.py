@@ -12,7 +12,7 @@ from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, check_only_first, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.index import crop
-from tensorloop.packed.time.channels_first import takes_channels_first
+from tensorloop.packed.reordered import takes_channels_first
 from tensorloop.packed.time.windows import lengthen
 
 _FROM_ROW = ("reflect", "replicate", "circular")

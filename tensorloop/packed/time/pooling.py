@@ -11,7 +11,7 @@ from tensorloop.packed import segment_reduce, segments
 from tensorloop.packed.base import check_only_first
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.reduce import widen
-from tensorloop.packed.time.channels_first import takes_channels_first
+from tensorloop.packed.reordered import takes_channels_first
 from tensorloop.packed.time.convolution import as_image, as_one, from_image
 from tensorloop.packed.time.windows import Windows, lay_out
 

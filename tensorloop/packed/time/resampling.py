@@ -11,7 +11,7 @@ from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, check_only_first, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.reduce import widen
-from tensorloop.packed.time.channels_first import takes_channels_first
+from tensorloop.packed.reordered import takes_channels_first
 from tensorloop.packed.time.convolution import as_one
 
 _MODES = ("nearest", "nearest-exact", "linear")

@@ -9,7 +9,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed.base import Packed, check_only_first, find_dim, refusal
 from tensorloop.packed.dispatch import handles
-from tensorloop.packed.time.channels_first import ChannelsFirst
+from tensorloop.packed.reordered import Reordered
 from tensorloop.packed.time.convolution import as_one
 from tensorloop.packed.time.padding import pad_time
 from tensorloop.packed.time.windows import Windows, lay_out
@@ -29,7 +29,7 @@ def _stft(
     onesided: bool | None = None,
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
-) -> ChannelsFirst:
+) -> Reordered:
     """Of signals (B, T*): (B, frequencies, frames*), complex. Rows are padded by themselves, empty ones stay empty."""
     check_only_first(input, window)
     n_fft = arguments.as_int(n_fft, "n_fft")
@@ -52,7 +52,7 @@ def _stft(
         found = transform(frames.values, norm="ortho" if normalized else "backward")
     else:  # MKL knows no transform of nothing
         found = frames.values[:, : n_fft if whole_circle else n_fft // 2 + 1].to(frames.dtype.to_complex())
-    return ChannelsFirst(frames._with(found))
+    return Reordered(frames._with(found), 0, 2)
 
 
 def _fit_window(p: Packed, window: Any, size: int, n_fft: int) -> Tensor:

@@ -8,10 +8,9 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, check_only_first, is_packed, refusal
+from tensorloop.packed.base import Packed, check_only_first, refusal
 from tensorloop.packed.reduce import square, widen
-from tensorloop.packed.refusals import BETWEEN
-from tensorloop.packed.time.channels_first import takes_channels_first
+from tensorloop.packed.reordered import takes_channels_first
 
 
 @takes_channels_first("batch_norm")
@@ -108,16 +107,3 @@ def _dropout1d(func: Any, input: Any, p: float = 0.5, training: bool = True, inp
         raise refusal("it makes a new packed tensor", "leave out inplace=True")
     rows = input.values.new_ones(len(input._dim), input.values.shape[1])
     return input._with(input.values * segments.spread(F.dropout(rows, p), input._dim._offsets, len(input.values)))
-
-
-@takes_channels_first("matmul", "__matmul__", "__rmatmul__")
-def _matmul(func: Any, input: Any, other: Any) -> Packed:
-    """A matrix (D, C) for the channels of every entry, as `mel @ spectrogram`."""
-    if func.__name__ == "__rmatmul__":
-        input, other = other, input
-    if is_packed(input) or not isinstance(input, Tensor) or input.dim() != 2:
-        raise refusal(
-            "channels first, it takes a matrix (D, C) from the left",
-            f"with ordinary weights torch.matmul(x.transpose(1, 2), w); {BETWEEN}",
-        )
-    return other._with(F.linear(other.values, input))

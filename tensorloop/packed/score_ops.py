@@ -1,0 +1,337 @@
+"""What is done to scores: entry by entry, along their dims, and to their shape."""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.errors import WrongValue
+from tensorloop.packed.base import Packed, PackedView, refusal
+from tensorloop.packed.by_rows import batch_of, check_same, cut, join, ragged_of
+from tensorloop.packed.dim import Dim, describe_difference
+from tensorloop.packed.dispatch import dispatch, find_dim_parameter
+from tensorloop.packed.heads_as_rows import divide, multiply, part_heads
+from tensorloop.packed.layout import see, unwrap
+from tensorloop.packed.pointwise import refuse_array
+from tensorloop.packed.scores import PackedScores, takes_scores
+from tensorloop.packed.size import RaggedSize
+
+# -- entry by entry
+
+
+@takes_scores("")
+def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On flat values, with what stands beside them cut to rows. Ragged dims -2 and -1 of two operands give scores."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, Packed, PackedView))]
+    like = _find_places(given)
+    in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")
+    if in_place and not (isinstance(args[0], PackedScores) and args[0].lead == like.lead):
+        raise refusal("what is changed in place must be the scores, of all heads", f"use {func.__name__[:-1]}")
+    flat = func(*(_flatten(x, like) for x in args), **{k: _flatten(x, like) for k, x in kwargs.items()})
+    return args[0] if in_place else like.alike(flat) if isinstance(flat, Tensor) else flat
+
+
+def _find_places(given: list[Any]) -> PackedScores:
+    """Scores, of any values, with the dims that the operands have together."""
+    places: dict[int, Dim] = {}
+    for x in given:
+        for place, dim in ragged_of(x).items():
+            check_same(places.setdefault(place, dim), dim)
+    ndim = max(x.dim() for x in given)
+    batch, _, like = batch_of(given)
+    scored = any(isinstance(x, PackedScores) for x in given)
+    meet = scored or all(x.shape[place] == 1 for x in given if _is_packed(x) for place in places.keys() - ragged_of(x))
+    if set(places) != {-1, -2} or batch != -ndim or not meet:
+        shapes = " and ".join(str(tuple(x.shape)) for x in given)
+        raise refusal(
+            f"the ragged dims of {shapes} do not meet as those of scores (B, heads, T*, S*), counted from the last",
+            "unsqueeze the smaller one, or transpose one of them",
+        )
+    leads = (tuple(x.shape)[x.dim() == ndim : -2] for x in given)
+    return PackedScores(torch.empty(0), like, places[-2], places[-1], tuple(torch.broadcast_shapes(*leads)))
+
+
+def _flatten(x: Any, like: PackedScores) -> Any:
+    """An operand as it goes beside flat values of these scores."""
+    if isinstance(x, PackedScores) and x.lead == like.lead:
+        return x.flat
+    if isinstance(x, Tensor) and x.numel() == 1:
+        return x.reshape(x.shape[:1])
+    if not isinstance(x, (Tensor, Packed, PackedView)):
+        refuse_array(x)
+        return x
+    rows = cut(x, -like.ndim, len(like.rows), {-2: like.rows, -1: like.columns})
+    parts = [row.expand(size).reshape(-1) for row, size in zip(rows, like.sizes, strict=False)]
+    return torch.cat(parts) if parts else rows[0].reshape(-1)[:0]
+
+
+@takes_scores("to", "type_as")
+def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """In another dtype; a device must be the one where they are."""
+    given = [x.flat if isinstance(x, PackedScores) else unwrap(x).values if _is_packed(x) else x for x in args]
+    if not isinstance(input, PackedScores):
+        return func(input, *given, **kwargs)
+    flat = func(input.flat, *given, **kwargs)
+    rows, columns = (dim.to(flat.device) for dim in (input.rows, input.columns))
+    return PackedScores(flat, input._like, rows, columns, input.lead)
+
+
+def _is_packed(x: Any) -> bool:
+    return isinstance(x, (Packed, PackedView))
+
+
+@takes_scores("allclose", "equal")
+def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether two scores are of the same places, and their values are equal or close."""
+    if not (isinstance(input, PackedScores) and isinstance(other, PackedScores)):
+        raise refusal("only one of the two is packed", "compare x.pad()")
+    same = input.lead == other.lead and input.rows.same(other.rows) and input.columns.same(other.columns)
+    return same and func(input.flat, other.flat, *args, **kwargs)
+
+
+@takes_scores(
+    "is_floating_point", "is_complex", "numel", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"
+)
+def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch says of the values."""
+    return func(input.flat, *args, **kwargs)
+
+
+# -- along dims
+
+
+@takes_scores(
+    *("softmax", "log_softmax", "softmin", "cumsum", "sum", "nansum", "mean", "amax", "amin", "max", "min", "argmax"),
+    *("argmin", "logsumexp", "std", "var", "any", "all", "norm", "count_nonzero"),
+)
+def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Over keys in the segments of each query, over queries as that of keys, over heads row by row."""
+    if func.__name__ in ("max", "min") and any(
+        _is_packed(x) or isinstance(x, Tensor) for x in (*args, *kwargs.values())
+    ):
+        return run_pointwise(getattr(torch, f"{func.__name__}imum"), (input, *args, *kwargs.values()), {})
+    for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):
+        if alias in kwargs:
+            kwargs[known] = kwargs.pop(alias)
+    place, name, default = find_dim_parameter(func.__name__)
+    at = place - 1
+    given = args[at] if len(args) > at else kwargs.pop(name, default)
+    before, after = args[:at], args[at + 1 :]
+    if given is None:
+        return func(input.flat, *before, *after, **kwargs)
+
+    def give(x: Any, dim: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
+        return ((x, *before, dim, *after), kwargs) if len(before) == at else ((x, *args), {name: dim, **kwargs})
+
+    several = isinstance(given, (tuple, list))
+    dims = [input.find(d) for d in (given if several else (given,))]
+    if dims == [-1]:
+        return _give(dispatch(func, *give(input.packed, 1)), input)
+    if dims == [-2]:
+        given, options = give(turn(input), -1)
+        return _turn_back(along(func, *given, **options), input)
+    if -input.ndim in dims or len({-1, -2} & set(dims)) == 1:
+        raise refusal(f"over dims {given} of {input.shape}", "first over the last dim, or take the rows: x.unbind()")
+    calls = [give(row, tuple(dims) if several else dims[0]) for row in _rows(input)]
+    rows = [func(*given, **options) for given, options in calls]
+    ragged = {} if -1 in dims else {-2: input.rows, -1: input.columns}
+    return join(rows, -1 - rows[0].dim(), len(input.rows), ragged, input._like)
+
+
+def _rows(x: PackedScores) -> list[Any]:
+    return cut(x, -x.ndim, len(x.rows))
+
+
+def _give(out: Any, input: PackedScores) -> Any:
+    """What comes of each query's keys: scores again, or a number for each query, (B, *lead, T*)."""
+    if isinstance(out, Packed):
+        return input.alike(out.values)
+    if isinstance(out, tuple):
+        return type(out)([_give(x, input) for x in out])
+    p = part_heads(input.of_queries(out), prod(input.lead))
+    p = p._with(p.values.reshape(len(p.values), *input.lead, *out.shape[1:]))
+    return see(p, 0, 1 + len(input.lead))
+
+
+def _turn_back(out: Any, input: PackedScores) -> Any:
+    if isinstance(out, tuple):
+        return type(out)([_turn_back(x, input) for x in out])
+    kept = isinstance(out, PackedScores) or out.ndim == input.ndim
+    return out.transpose(-1, -2) if kept else out
+
+
+# -- shapes
+
+
+def turn(x: PackedScores) -> PackedScores:
+    """The scores of keys and queries: a copy."""
+    return per_row(x, lambda row: row.transpose(-1, -2), x.columns, x.rows)
+
+
+def per_row(x: PackedScores, run: Any, rows: Dim | None = None, columns: Dim | None = None) -> Any:
+    """What `run` makes of the scores of each row, which keeps the last two dims, or exchanges them."""
+    found = [run(row) for row in _rows(x)]
+    ragged = {-2: rows or x.rows, -1: columns or x.columns}
+    return join(found, -1 - found[0].dim(), len(x.rows), ragged, x._like)
+
+
+@takes_scores("transpose", "swapaxes", "swapdims")
+def _transpose(func: Any, input: Any, dim0: int, dim1: int) -> Any:
+    """Two dims of heads exchanged, or queries and keys."""
+    a, b = input.find(dim0), input.find(dim1)
+    dims = list(range(-input.ndim, 0))
+    dims[a], dims[b] = b, a
+    return _permute(func, input, dims)
+
+
+@takes_scores("permute")
+def _permute(func: Any, input: Any, *dims: Any) -> Any:
+    """Heads in another order, queries and keys exchanged or not."""
+    given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    order = [input.find(d) for d in given]
+    if order == list(range(-input.ndim, 0)):
+        return input
+    if order[0] != -input.ndim or set(order[-2:]) != {-1, -2} or sorted(order) != list(range(-input.ndim, 0)):
+        raise refusal(f"order {tuple(given)} of {input.shape}", "the batch stays first, queries and keys last")
+    rows, columns = (input.rows, input.columns) if order[-1] == -1 else (input.columns, input.rows)
+    return per_row(input, lambda row: row.permute(order[1:]), rows, columns)
+
+
+@takes_scores("view", "reshape")
+def _reshape(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
+    """Heads regrouped, joined with the batch or parted from it; nothing is copied."""
+    given = kwargs.get("shape", shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
+    *lead, t, s = given
+    total, known = len(input.rows) * prod(input.lead), prod(n for n in lead if n != -1)
+    if lead.count(-1) == 1 and known and total % known == 0:
+        lead = [total // known if n == -1 else n for n in lead]
+    ragged = [isinstance(n, (Dim, RaggedSize)) or n is None or n == -1 for n in (t, s)]
+    if not all(ragged) or not lead or prod(lead) != total:
+        raise refusal(
+            f"{input.shape} as {tuple(given)} mixes queries or keys with other dims",
+            "keep the last two; for relative positions see tensorloop.attention(relative=)",
+        )
+    queries, keys = (_count_rows(dim, lead[0]) for dim in (input.rows, input.columns))
+    for n, new, dim in ((t, queries, input.rows), (s, keys, input.columns)):
+        size = n._dim if isinstance(n, RaggedSize) else n
+        if isinstance(size, Dim) and not (size.same(new) or size.same(dim)):
+            raise describe_difference(dim, size, "a view by a size of other rows")
+    return PackedScores(input.flat, input._like, queries, keys, tuple(lead[1:]))
+
+
+def _count_rows(dim: Dim, n: int) -> Dim:
+    """The dim as one of n rows: heads joined with the batch, or parted from it."""
+    rows = len(dim)
+    if n == rows:
+        return dim
+    if n > rows > 0 and n % rows == 0:
+        return multiply(dim, n // rows)
+    if n < 1 or rows % n:
+        raise refusal(f"{rows} rows as {n}", "join all heads with the batch, or part as many as were joined")
+    return divide(dim, rows // n)
+
+
+@takes_scores("flatten")
+def _flatten_dims(func: Any, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
+    """Heads as one, or joined with the batch."""
+    a, b = (input.find(d) + input.ndim for d in (start_dim, end_dim))
+    if b > input.ndim - 3:
+        raise refusal(f"dims {start_dim} to {end_dim} of {input.shape}", "keep the last two")
+    shape = input.shape
+    return _reshape(func, input, *shape[:a], prod(shape[a : b + 1]), *shape[b + 1 :])
+
+
+@takes_scores("unflatten")
+def _unflatten(func: Any, input: Any, dim: int, sizes: Any) -> Any:
+    """One dim of heads as several, or the heads parted from the batch."""
+    d, shape = input.find(dim) + input.ndim, input.shape
+    return _reshape(func, input, *shape[:d], *sizes, *shape[d + 1 :])
+
+
+@takes_scores("unsqueeze")
+def _unsqueeze(func: Any, input: Any, dim: int) -> Any:
+    """A new dim of size 1 among those of heads."""
+    d = dim % (input.ndim + 1)
+    if not 1 <= d <= input.ndim - 2:
+        raise refusal(f"dim {dim} of {input.shape}", "a new dim goes between the batch and the last two")
+    shape = input.shape
+    return _reshape(func, input, *shape[:d], 1, *shape[d:])
+
+
+@takes_scores("squeeze")
+def _squeeze(func: Any, input: Any, dim: int) -> Any:
+    """Without a dim of heads of size 1."""
+    d, shape = input.find(dim) + input.ndim, input.shape
+    if not 1 <= d <= input.ndim - 3:
+        raise refusal(f"dim {dim} of {input.shape}", "batch, queries and keys stay")
+    return _reshape(func, input, *shape[:d], *shape[d + 1 :]) if shape[d] == 1 else input
+
+
+@takes_scores("expand")
+def _expand(func: Any, input: Any, *sizes: Any) -> Any:
+    """Heads repeated."""
+    given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    if len(given) != input.ndim:
+        raise refusal(f"{input.shape} as {given}", "unsqueeze before")
+    lead = [m if n == -1 else n for n, m in zip(given[1:-2], input.lead, strict=True)]
+    return per_row(input, lambda row: row.expand(*lead, -1, -1))
+
+
+@takes_scores("unbind", "select", "chunk", "split", "repeat_interleave", "narrow", "index_select")
+def _of_heads(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """Along a dim of heads."""
+    place, name, default = find_dim_parameter(func.__name__)
+    at = place - 1
+    dim = args[at] if len(args) > at else kwargs.pop(name, default)
+    args = (*args[:at], *args[at + 1 :])
+    d = input.find(dim)
+    if d in (-1, -2, -input.ndim):
+        raise refusal(f"along dim {dim} of {input.shape}", "take the rows: x.unbind()")
+    run = getattr(Tensor, func.__name__)
+    rows = [run(row, *args[:at], d, *args[at:], **kwargs) for row in _rows(input)]
+    ragged = {-2: input.rows, -1: input.columns}
+    if isinstance(rows[0], Tensor):
+        return join(rows, -1 - rows[0].dim(), len(input.rows), ragged, input._like)
+    return tuple(join(list(x), -1 - x[0].dim(), len(input.rows), ragged, input._like) for x in zip(*rows, strict=True))
+
+
+@takes_scores("__getitem__")
+def _index(func: Any, input: Any, key: Any) -> Any:
+    """x[b], a row; x[:, h], x[:, None] and other keys of heads."""
+    if not isinstance(input, PackedScores):
+        raise refusal("an ordinary tensor is indexed by scores", "use .pad()")
+    keys = key if isinstance(key, tuple) else (key,)
+    if isinstance(keys[0], int):
+        return input.unbind()[keys[0]][keys[1:]]
+    dots = next((i for i, k in enumerate(keys) if k is Ellipsis), len(keys))
+    used = sum(k is not None and k is not Ellipsis for k in keys)
+    whole = slice(None)
+    keys = (*keys[:dots], *[whole] * (input.ndim - used), *keys[dots + 1 :])
+    if used > input.ndim or any(k != whole for k in (keys[0], *keys[-2:])):
+        raise WrongValue(f"{key} of {input.shape}; write x[b] for a row, or an index of the dims between")
+    return per_row(input, lambda row: row[keys[1:]])
+
+
+@takes_scores("stack")
+def _stack(func: Any, tensors: Any, dim: int = 0) -> Any:
+    """Along a new dim of heads."""
+    return _cat(torch.cat, [_unsqueeze(func, x, dim) for x in tensors], dim)
+
+
+@takes_scores("cat", "concat", "concatenate")
+def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
+    """Along a dim of heads."""
+    first = tensors[0]
+    if not all(isinstance(x, PackedScores) for x in tensors):
+        raise refusal("scores and padded tensors", "compute them of packed queries and keys")
+    d = first.find(dim)
+    if d in (-1, -2, -first.ndim):
+        raise refusal(
+            f"along dim {dim} of {first.shape}", "join heads only; keys before the product: torch.cat([k, m], 1)"
+        )
+    for x in tensors[1:]:
+        check_same(first.rows, x.rows)
+        check_same(first.columns, x.columns)
+    rows = [torch.cat(parts, d) for parts in zip(*map(_rows, tensors), strict=True)]
+    return join(rows, -first.ndim, len(first.rows), {-2: first.rows, -1: first.columns}, first._like)

@@ -1,0 +1,224 @@
+"""Packed tensors seen heads first and in other orders: shapes and what works along dims, beside each row alone."""
+
+import copy
+import pickle
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+from torch.utils import _pytree
+
+from tensorloop.packed import PackedTensor
+from tensorloop.packed.reordered import Reordered
+
+D = torch.float64
+LENS = [3, 0, 4, 1]
+CASES: list[list[int]] = [LENS, [2, 2], [1], []]
+
+
+def make(lens: list[int], *features: int) -> PackedTensor:
+    return PackedTensor(torch.randn(sum(lens), *features, dtype=D, requires_grad=True), lens)
+
+
+def split(p: Any, heads: int = 2) -> Any:
+    b, t, width = p.shape
+    return p.view(b, t, heads, width // heads).transpose(1, 2)
+
+
+def merge(x: Any) -> Any:
+    b, h, t, d = x.shape
+    return x.transpose(1, 2).contiguous().view(b, t, h * d)
+
+
+def repeat_kv(x: Any, n: int) -> Any:
+    b, h, t, d = x.shape
+    return x[:, :, None, :, :].expand(b, h, n, t, d).reshape(b, h * n, t, d)
+
+
+def rotate_half(x: Any) -> Any:
+    half = x.shape[-1] // 2
+    return torch.cat([-x[..., half:], x[..., :half]], -1)
+
+
+STEPS = torch.arange(12.0, dtype=D).view(4, 3)  # (T, d) of the longest row
+# Programs (p of 6 features) -> (B, T, .. or the like); of a padded row of T steps they are the same but for STEPS.
+PROGRAMS: dict[str, Any] = {
+    "there and back": lambda p: merge(split(p)),
+    "permute": lambda p: merge(p.unflatten(-1, (2, 3)).permute(0, 2, 1, 3)),
+    "keys": lambda p: merge(split(p).transpose(-2, -1).mT),
+    "keys by permute": lambda p: p.view(*p.shape[:2], 2, 3).permute(0, 2, 3, 1).permute(0, 3, 1, 2).flatten(2),
+    "qkv": lambda p: sum(merge(x) * i for i, x in enumerate(p.view(*p.shape[:2], 3, 2, 1).permute(2, 0, 3, 1, 4))),
+    "qkv by index": lambda p: merge(p.view(*p.shape[:2], 3, 2, 1).permute(2, 0, 3, 1, 4)[1]),
+    "qkv unbound": lambda p: merge(p.view(*p.shape[:2], 3, 2, 1).permute(2, 0, 3, 1, 4).unbind(0)[2]),
+    "chunks": lambda p: merge(split(p).chunk(2, 1)[1]),
+    "split": lambda p: merge(split(p).split([1, 2], -1)[1]),
+    "cat": lambda p: merge(torch.cat([split(p), 2 * split(p)], 1)),
+    "stack": lambda p: merge(torch.stack([split(p), split(p) ** 2], 2)[:, :, 1]),
+    "stack first": lambda p: torch.stack([p, 2 * p])[1],
+    "repeated heads": lambda p: merge(repeat_kv(split(p), 3)),
+    "interleaved": lambda p: merge(split(p).repeat_interleave(2, 1)),
+    "repeat": lambda p: merge(split(p).repeat(1, 2, 1, 1)),
+    "rotary": lambda p: merge(rotate_half(split(p, 1))),
+    "pointwise": lambda p: merge((split(p) * 2 - split(p).exp()).clamp(min=-1)),
+    "of heads": lambda p: merge(split(p) * torch.arange(2.0, dtype=D)[:, None, None]),
+    "of features": lambda p: merge(split(p) + torch.arange(3.0, dtype=D)),
+    "softmax of features": lambda p: merge(split(p).softmax(-1)),
+    "softmax of steps": lambda p: merge(split(p).softmax(2)),
+    "mean of heads": lambda p: split(p).mean(1),
+    "norm of features": lambda p: split(p).norm(dim=-1).transpose(1, 2),
+    "cumsum": lambda p: merge(split(p).cumsum(-2)),
+    "linear": lambda p: merge(F.linear(split(p), torch.arange(9.0, dtype=D).view(3, 3))),
+    "weights": lambda p: merge(split(p) @ torch.arange(9.0, dtype=D).view(3, 3)),
+    "layer norm": lambda p: merge(F.layer_norm(split(p), (3,))),
+    "rms norm": lambda p: merge(F.rms_norm(split(p), (3,))),
+    "batch of heads": lambda p: merge(
+        split(p).reshape(2 * p.shape[0], *split(p).shape[2:]).exp().view(*split(p).shape)
+    ),
+    "batch of heads flat": lambda p: merge(split(p).flatten(0, 1).unflatten(0, (-1, 2))),
+    "time first": lambda p: F.linear(p.transpose(0, 1), torch.ones(4, 6, dtype=D)).tanh().transpose(0, 1),
+    "time first norm": lambda p: (p.transpose(0, 1) + F.layer_norm(p.transpose(0, 1), (6,))).transpose(0, 1),
+    "time first heads": lambda p: _fairseq(p),
+    "unsqueezed": lambda p: p[:, None].squeeze(1) + p.unsqueeze(1)[:, 0],
+    "none": lambda p: split(p)[:, :, None, :, None][:, :, 0, :, 0].transpose(1, 2).flatten(2),
+    "einsum": lambda p: torch.einsum("bhtd,hde->bteh", split(p), torch.arange(12.0, dtype=D).view(2, 3, 2)).flatten(2),
+    "flip": lambda p: merge(split(p).flip(2)),
+    "moved": lambda p: p.movedim(2, 0).movedim(0, -1),
+    "where": lambda p: merge(torch.where(split(p) > 0, split(p), -split(p))),
+}
+
+
+def _fairseq(p: Any) -> Any:
+    x = p.transpose(0, 1)
+    t, b, width = x.shape
+    y = x.contiguous().view(t, b * 2, width // 2).transpose(0, 1)
+    return y.exp().transpose(0, 1).contiguous().view(t, b, width).transpose(0, 1)
+
+
+def rows_of(program: Any, p: PackedTensor) -> Tensor:
+    """The program on each row alone."""
+    found = [program(row[None])[0] for row in p]
+    return torch.cat(found) if found else program(p.values[None])[0]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+@pytest.mark.parametrize("lens", CASES, ids=str)
+def test_a_program_gives_what_it_gives_for_each_row_alone(name: str, lens: list[int]) -> None:
+    program, p = PROGRAMS[name], make(lens, 6)
+    out, want = program(p), rows_of(program, p)
+    assert type(out) is PackedTensor
+    torch.testing.assert_close(out.values, want)
+    cotangent = torch.randn_like(want)
+    ours, theirs = (torch.autograd.grad(y, p.values, cotangent, create_graph=True)[0] for y in (out.values, want))
+    torch.testing.assert_close(ours, theirs)
+    if theirs.requires_grad and theirs.numel():
+        again = [torch.autograd.grad(g.sin().sum(), p.values, allow_unused=True)[0] for g in (ours, theirs)]
+        assert (again[0] is None) == (again[1] is None)
+        if again[0] is not None:
+            torch.testing.assert_close(*again)
+
+
+def test_tables_of_the_longest_row_are_cut_to_rows() -> None:
+    p = make(LENS, 6)
+    x, padded = split(p), split(p.pad())
+    row_first = torch.randn(4, 1, 4, 3, dtype=D)
+    for table in (
+        STEPS,
+        STEPS[None, None],
+        row_first,
+        torch.randn(4, 2, 4, 3, dtype=D),
+        torch.randn(4, 2, 1, 1, dtype=D),
+    ):
+        for run in (
+            torch.mul,
+            lambda a, b: b - a,
+            lambda a, b: torch.cat([a, b.expand(a.pad().shape) if a is x else b.expand_as(a)], -1),
+        ):
+            out, want = run(x, table), run(padded, table)
+            plain = want.transpose(1, 2)
+            torch.testing.assert_close(
+                out.transpose(1, 2).values, torch.cat([plain[b, :n] for b, n in enumerate(LENS)])
+            )
+
+
+def test_real_and_complex_rotary_embeddings() -> None:
+    p = make(LENS, 8)
+    angles = torch.arange(4.0, dtype=D)[:, None] * torch.tensor([1.0, 0.1], dtype=D)
+    emb = torch.cat([angles, angles], -1)
+
+    def real(p: Any) -> Any:
+        x, n = split(p), p.max_len if isinstance(p, PackedTensor) else p.shape[1]
+        return merge(x * emb[:n].cos() + rotate_half(x) * emb[:n].sin())
+
+    def turned(p: Any) -> Any:
+        x, n = split(p), p.max_len if isinstance(p, PackedTensor) else p.shape[1]
+        pairs = torch.view_as_complex(x.float().double().unflatten(-1, (2, 2)).contiguous())
+        return merge(torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:n]).flatten(3))
+
+    programs = (real, turned) if hasattr(torch, "polar") else (real,)
+    for program in programs[:1]:
+        torch.testing.assert_close(program(p).values, torch.cat([program(row[None])[0] for row in p]))
+
+
+def test_facts() -> None:
+    p = make(LENS, 6)
+    x = split(p)
+    assert type(x) is Reordered
+    assert x.shape == (4, 2, None, 3)
+    assert (x.ndim, x.dim(), x.size(1), x.size(-1), x.dtype, x.requires_grad) == (4, 4, 2, 3, D, True)
+    assert x.transpose(-2, -1).shape == x.mT.shape == (4, 2, 3, None)
+    assert x.transpose(0, 1).shape == (2, 4, None, 3)
+    assert x.lens.tolist() == LENS
+    assert torch.equal(x.pad(), p.pad().view(4, 4, 2, 3).transpose(1, 2))
+    assert [row.shape for row in x.unbind()] == [(2, n, 3) for n in LENS]
+    assert torch.equal(x[2], p[2].view(4, 2, 3).transpose(0, 1))
+    assert torch.equal(x[2, 1, 1:], p[2].view(4, 2, 3)[1:, 1])
+    assert torch.equal(x[torch.tensor([2, 0])].packed.values, p[torch.tensor([2, 0])].values.view(-1, 2, 3))
+    assert torch.equal(x[:, :, :2].transpose(1, 2).flatten(2).values, p[:, :2].values)
+    assert x.sum(2).shape == (4, 2, 3)
+    assert torch.equal(x.sum(2), p.sum(1).view(4, 2, 3))
+    assert torch.equal(x.sum(2, keepdim=True), p.sum(1).view(4, 2, 1, 3))
+    assert torch.equal(x.sum(0), p.sum(0).view(4, 2, 3).transpose(0, 1))
+    assert torch.equal(pickle.loads(pickle.dumps(x)).packed.values, x.packed.values)
+    assert copy.deepcopy(x.detach()).shape == x.shape
+    (leaf,), spec = _pytree.tree_flatten(x)
+    assert _pytree.tree_unflatten([leaf], spec).shape == x.shape
+    assert repr(x).startswith("Reordered(PackedTensor(")
+    x.detach().mul_(2)
+
+
+def test_a_row_of_nan_stays_alone() -> None:
+    for name, program in PROGRAMS.items():
+        p = make(LENS, 6)
+        spoilt = p.values.detach().clone()
+        spoilt[3:7] = torch.nan
+        values = spoilt.requires_grad_()
+        out = program(PackedTensor(values, LENS))
+        sound = out[torch.tensor([0, 3])].values
+        torch.testing.assert_close(sound, program(p)[torch.tensor([0, 3])].values, msg=name)
+        (grad,) = torch.autograd.grad(sound.sin().sum(), values)
+        assert not grad[[0, 1, 2, 7]].isnan().any(), name
+
+
+REFUSED: list[tuple[str, Any, type[Exception], str]] = [
+    ("mixed", lambda x, p: x.reshape(4, -1, 3), TypeError, "mixes the batch or the ragged dim with features"),
+    ("mixed view", lambda x, p: x.view(4, 2, -1), TypeError, "reshape|view.*mixes|mixes"),
+    ("heads", lambda x, p: p.view(4, p.shape[1], 4, -1), TypeError, "as .*keep the first two"),
+    ("flattened", lambda x, p: x.flatten(1, 2), TypeError, "the ragged dim stays"),
+    ("other rows", lambda x, p: x + split(make([4, 1, 3, 0], 6)), ValueError, "different lens"),
+    ("other order", lambda x, p: x + x.transpose(0, 1), TypeError, "aligned from their last dims"),
+    ("a table", lambda x, p: x * torch.ones(3, 3, dtype=D), ValueError, "whose longest row has 4"),
+    ("values", lambda x, p: x.values, AttributeError, r"x.transpose\(1, 2\).values"),
+    ("values again", lambda x, p: x.transpose(0, 1).values, AttributeError, r"x.movedim\(\(1, 2\), \(0, 1\)\).values"),
+    ("written", lambda x, p: x.__setitem__(0, 1), TypeError, "__setitem__"),
+    ("parted", lambda x, p: p.view(2, 2, p.shape[1], 6), TypeError, "rows are of different lens"),
+]
+
+
+@pytest.mark.parametrize("name", [case[0] for case in REFUSED])
+def test_what_is_refused(name: str) -> None:
+    _, fn, kind, text = next(case for case in REFUSED if case[0] == name)
+    p = make(LENS, 6)
+    with pytest.raises(kind, match=text):
+        fn(split(p), p)
