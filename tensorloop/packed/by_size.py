@@ -54,11 +54,10 @@ def _refuse_numbers(func: Any, *given: Any) -> None:
         raise no_number(func.__name__)
 
 
-def _as_numbers(sizes: list[Any]) -> list[int]:
-    """With the longest row, or the number of entries, for those that are none."""
-    return [
-        n._dim.max_len if isinstance(n, RaggedSize) else n._dim.total if isinstance(n, EntryCount) else n for n in sizes
-    ]
+def _as_numbers(func: Any, sizes: list[Any]) -> list[int]:
+    """With the longest row for a ragged size. A count of entries is refused: with 2 rows `2 * T` may be a length."""
+    _refuse_numbers(func, *(n for n in sizes if not isinstance(n, RaggedSize)))
+    return [n._dim.max_len if isinstance(n, RaggedSize) else n for n in sizes]
 
 
 def _find_rows(sizes: list[Any]) -> Dim | None:
@@ -73,36 +72,36 @@ def _pack(values: Tensor, dim: Dim) -> Packed:
     return PackedTensor(values, dim.to(values.device))
 
 
-def _make(sizes: list[Any], make: Callable[[list[int]], Tensor]) -> Any:
+def _make(func: Any, sizes: list[Any], make: Callable[[list[int]], Tensor]) -> Any:
     """What `make` makes of sizes that are numbers: values where it is packed."""
     dim = _find_rows(sizes)
-    return make(_as_numbers(sizes)) if dim is None else _pack(make([dim.total, *sizes[2:]]), dim)
+    return make(_as_numbers(func, sizes)) if dim is None else _pack(make([dim.total, *sizes[2:]]), dim)
 
 
 @takes_sizes("zeros", "ones", "empty", "rand", "randn")
 def _fill(func: Any, *sizes: Any, **kwargs: Any) -> Any:
     given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
     _refuse_numbers(func, *kwargs.values())
-    return _make(given, lambda numbers: func(numbers, **kwargs))
+    return _make(func, given, lambda numbers: func(numbers, **kwargs))
 
 
 @takes_sizes("new_zeros", "new_ones", "new_empty")
 def _fill_as(func: Any, input: Any, *sizes: Any, **kwargs: Any) -> Any:
     given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
     _refuse_numbers(func, *kwargs.values())
-    return _make(given, lambda numbers: func(input, numbers, **kwargs))
+    return _make(func, given, lambda numbers: func(input, numbers, **kwargs))
 
 
 @takes_sizes("full")
 def _full(func: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
     _refuse_numbers(func, fill_value, *kwargs.values())
-    return _make(list(size), lambda numbers: func(numbers, fill_value, **kwargs))
+    return _make(func, list(size), lambda numbers: func(numbers, fill_value, **kwargs))
 
 
 @takes_sizes("new_full")
 def _full_as(func: Any, input: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
     _refuse_numbers(func, fill_value, *kwargs.values())
-    return _make(list(size), lambda numbers: func(input, numbers, fill_value, **kwargs))
+    return _make(func, list(size), lambda numbers: func(input, numbers, fill_value, **kwargs))
 
 
 @takes_sizes("randint")
@@ -110,7 +109,7 @@ def _draw(func: Any, *args: Any, **kwargs: Any) -> Any:
     """randint([low,] high, size)"""
     *bounds, size = (*args, kwargs.pop("size")) if "size" in kwargs else args
     _refuse_numbers(func, *bounds, *kwargs.values())
-    return _make(list(size), lambda numbers: func(*bounds, numbers, **kwargs))
+    return _make(func, list(size), lambda numbers: func(*bounds, numbers, **kwargs))
 
 
 @takes_sizes("arange")
@@ -127,18 +126,18 @@ def _count(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @takes_sizes("eye")
 def _eye(func: Any, n: Any, m: Any = None, **kwargs: Any) -> Any:
-    return func(*_as_numbers([n] if m is None else [n, m]), **kwargs)
+    return func(*_as_numbers(func, [n] if m is None else [n, m]), **kwargs)
 
 
 @takes_sizes("one_hot")
 def _one_hot(func: Any, tensor: Any, num_classes: Any) -> Any:
-    return func(tensor, *_as_numbers([num_classes]))
+    return func(tensor, *_as_numbers(func, [num_classes]))
 
 
 @takes_sizes("narrow")
 def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
     _refuse_numbers(func, dim, start)
-    return func(input, dim, start, *_as_numbers([length]))
+    return func(input, dim, start, *_as_numbers(func, [length]))
 
 
 @takes_sizes("view", "reshape")
@@ -148,16 +147,20 @@ def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     dim = _find_rows(given)
     if dim is not None and input.dim() and _is_flat(input, given[2:], dim):
         return _pack(func(input, (dim.total, *_find_features(input, given[2:], dim))), dim)
-    if isinstance(given[0], EntryCount) and input.numel() != prod(given[1:]) * given[0]._dim.total:
-        return func(input, (len(given[0]._dim) * given[0]._dim.max_len, *given[1:]))  # padded
-    return func(input, _as_numbers(given))
+    if isinstance(given[0], EntryCount):  # of entries, or of a padded tensor
+        rows = given[0]._dim
+        given[0] = rows.total if _is_flat(input, given[1:], rows) else len(rows) * rows.max_len
+    return func(input, _as_numbers(func, given))
 
 
 def _is_flat(x: Tensor, features: list[int], dim: Dim) -> bool:
     """Whether x has the entries of the rows and no padding; where all rows are of one length, that is the same."""
-    if -1 in features:
-        return len(x) == dim.total or (x.dim() > 1 and x.shape[0] * x.shape[1] == dim.total)
-    return x.numel() == dim.total * prod(features)
+    if -1 not in features:
+        return x.numel() == dim.total * prod(features)
+    flat, padded = len(x) == dim.total, tuple(x.shape[:2]) == (len(dim), dim.max_len)
+    if flat and padded and dim.total != len(dim) * dim.max_len:
+        raise refusal(f"{tuple(x.shape)} may be padded or not", "write all sizes as numbers, none as -1")
+    return flat or (padded and dim.total == len(dim) * dim.max_len)
 
 
 def _find_features(x: Tensor, features: list[int], dim: Dim) -> list[int]:
@@ -174,7 +177,7 @@ def _unflatten(func: Any, input: Tensor, dim: int, sizes: Any) -> Any:
     given = list(sizes)
     if dim % input.dim() == 0 and _find_rows(given) is not None and len(given) == 2:
         return _view(torch.reshape, input, (*given, *input.shape[1:]))
-    return func(input, dim, _as_numbers(given))
+    return func(input, dim, _as_numbers(func, given))
 
 
 @takes_sizes("expand", "broadcast_to")
@@ -184,7 +187,7 @@ def _expand(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     if given and given[0] == -1 and len(given) == input.dim():
         given[0] = input.shape[0]
     if (dim := _find_rows(given)) is None:
-        return func(input, _as_numbers(given))
+        return func(input, _as_numbers(func, given))
     before = input[(None,) * max(len(given) - input.dim(), 0)]
     features = [k if n == -1 else n for n, k in zip(given[2:], before.shape[2:], strict=True)]
     return _cut(before.expand(-1, -1, *features), dim)

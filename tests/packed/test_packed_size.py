@@ -153,6 +153,23 @@ def test_what_has_no_rows_is_of_the_longest():
     assert table.sum() == 3
 
 
+def test_minus_one_is_found_where_it_is_clear_what_is_padding():
+    b, t, _ = P.shape
+    assert torch.zeros(5, 4).view(b * t, -1).shape == (5, 4)
+    assert torch.zeros(5, 4).view(b, t, 2, -1).shape == (2, None, 2, 2)
+    assert torch.zeros(2, 3, 4).view(b * t, -1).shape == (6, 4)
+    assert torch.equal(torch.zeros(2, 3, 4).view(b, t, -1), torch.zeros(2, 3, 4))
+    equal = packed([3, 3], 1)
+    assert torch.zeros(2, 3, 4).view(2, equal.shape[1], 2, -1).shape == (2, None, 2, 2)
+    assert torch.zeros(2, 3, 4).view(2 * equal.shape[1], -1).shape == (6, 4)
+    unclear: Any = packed([2, 0]).shape[1]
+    assert torch.zeros(2, 2, 4).view(2, unclear, 4).shape == (2, 2, 4)
+    assert torch.zeros(2, 4).view(2, unclear, 4).shape == (2, None, 4)
+    for view in (lambda x: x.view(2, unclear, -1), lambda x: x.view(2 * unclear, -1)):
+        with pytest.raises(TypeError, match=r"view: \(2, 2, 4\) may be padded or not; write all sizes as numbers"):
+            view(torch.zeros(2, 2, 4))
+
+
 def test_gradients_come_through_what_sizes_make():
     x = packed([2, 0, 3], 4).requires_grad_()
     b, t, d = x.shape
@@ -253,6 +270,9 @@ NUMBERS: dict[str, Any] = {
     "per entry": lambda: P.sum() / (2 * T),
     "a list of all entries": lambda: [0] * (2 * T),
     "a slice of all entries": lambda: PADDED[:, : 2 * T],
+    "as many zeros": lambda: torch.zeros((2 * T, 3)),
+    "zeros of twice the length": lambda: torch.zeros(2, 2 * T),
+    "expanded": lambda: torch.zeros(1).expand(2 * T),
     "all entries counted": lambda: torch.arange(2 * T),
     "order of all entries": lambda: 2 * T > 3,
 }
@@ -287,7 +307,7 @@ def test_all_entries_are_a_size_and_no_number():
     assert hash(entries) == hash(5)
     assert repr(entries) == "B * *"
     assert pickle.loads(pickle.dumps(entries)) == entries
-    assert torch.zeros((entries, 3)).shape == P.view(entries, -1).shape == (5, 3)
+    assert torch.zeros(5, 3).view(entries, 3).shape == P.view(entries, -1).shape == (5, 3)
     assert P.view(-1, 3).view(2, T, -1).shape == (2, None, 3)
     assert packed([0, 0], 4).view(2 * packed([0, 0]).shape[1], -1).shape == (0, 4)
     assert torch.ones(0, 4).view(2, packed([0, 0]).shape[1], 2, -1).shape == (2, None, 2, 2)
