@@ -148,6 +148,60 @@ def linear_recurrence(steps: int) -> Run:
     return lambda: backward(tl.linear_recurrence(a, b))
 
 
+# ---- compiled loops: CUDA graphs of 64, 8 and 1 steps
+
+FEATURES["compiled_scan"] = lambda steps: rnn(steps, compile=True)
+FEATURES["compiled_scan_checkpointed"] = lambda steps: rnn(steps, checkpoints=2, compile=True)
+FEATURES["compiled_scan_until"] = lambda steps: rnn(steps, until=lambda h: h.sum() > 1e9, compile=True)
+FEATURES["compiled_while_loop"] = while_rows(lambda steps: torch.tensor(steps, device=ON), compile=True)
+FEATURES["compiled_while_loop_rows_stop"] = while_rows(
+    lambda steps: torch.arange(1, steps + 1, device=ON), compile=True
+)
+
+
+@feature
+def compiled_lstm(steps: int) -> Run:
+    cell, xs = torch.nn.LSTMCell(WIDTH, WIDTH, device=ON), random(steps, ROWS, WIDTH)
+    zeros = torch.zeros(ROWS, WIDTH, device=ON)
+
+    def body(state: tuple[Tensor, Tensor], x: Tensor) -> tuple[tuple[Tensor, Tensor], Tensor]:
+        state = cell(x, state)
+        return state, state[0]
+
+    def run() -> None:
+        (h, c), ys = tl.scan(body, (zeros, zeros), xs, compile=True)
+        backward(h, c, ys)
+
+    return run
+
+
+@feature
+def compiled_dropout(steps: int) -> Run:
+    w, xs, h = random(WIDTH, WIDTH, grad=True), random(steps, ROWS, WIDTH), random(ROWS, WIDTH)
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(F.dropout(h @ w, 0.5) + x)
+        return h, h
+
+    return lambda: backward(*tl.scan(body, h, xs, compile=True))
+
+
+@feature
+def compiled_array_append(steps: int) -> Run:
+    w, xs, start = random(WIDTH, WIDTH, grad=True), random(steps, ROWS, WIDTH), random(ROWS, WIDTH)
+
+    def body(carry: tuple[Tensor, tl.TensorArray], x: Tensor) -> tuple[tuple[Tensor, tl.TensorArray], Tensor]:
+        h, array = carry
+        h = torch.tanh(h @ w + x)
+        return (h, array.append(h)), h
+
+    def run() -> None:
+        (h, array), ys = tl.scan(body, (start, tl.TensorArray()), xs, compile=True)
+        backward(h, array.stack(), ys)
+
+    return run
+
+
 # ---- arrays
 
 

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+import tensorloop as tl
 from tensorloop.compiler.step import CoreCall, Step, StepFailed, Unsupported
 from tensorloop.compiler.targets.choose import find_place
 from tensorloop.compiler.targets.eager import EagerCore
@@ -488,3 +489,38 @@ def test_memory_and_graphs_are_let_go_with_the_core() -> None:
     assert held() > before + 64 * 3 * 3 * 8 * 8  # a chunk of 64 steps
     del core
     assert held() == before
+
+
+# ---- whole loops
+
+
+def lstm(steps: int) -> Callable[[], None]:
+    """Forward and backward of an LSTM over so many steps, with gradients of its weights."""
+    cell, xs = torch.nn.LSTMCell(3, 4, device=ON), torch.randn(steps, 2, 3, device=ON)
+    zeros = torch.zeros(2, 4, device=ON)
+
+    def body(state: Any, x: Tensor) -> Any:
+        state = cell(x, state)
+        return state, state[0]
+
+    def run() -> None:
+        (h, c), ys = tl.scan(body, (zeros, zeros), xs, compile="strict")
+        torch.autograd.grad(h.sum() + c.sum() + ys.square().sum(), [*cell.parameters()])
+
+    return run
+
+
+def launches(run: Callable[[], None]) -> pretended.Counts:
+    for _ in range(2):
+        run()
+    with pretended.counted() as counts:
+        run()
+    return counts
+
+
+@pytest.mark.parametrize(("steps", "graphs", "all_"), [(20, 12, 51), (1000, 40, 107)])
+def test_launches_of_an_lstm_forward_and_backward(steps: int, graphs: int, all_: int) -> None:
+    counts = launches(lstm(steps))
+    assert counts.operations["graph"] == graphs
+    assert counts.launches == all_
+    assert not counts.syncs
