@@ -518,6 +518,7 @@ def launches(run: Callable[[], None]) -> pretended.Counts:
     return counts
 
 
+@pytest.mark.extended("1000")
 @pytest.mark.parametrize(("steps", "graphs", "all_"), [(20, 12, 51), (1000, 40, 107)])
 def test_launches_of_an_lstm_forward_and_backward(steps: int, graphs: int, all_: int) -> None:
     counts = launches(lstm(steps))
