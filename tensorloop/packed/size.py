@@ -12,6 +12,8 @@ from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn
 
+from torch import Tensor
+
 from tensorloop._common.faces import late
 from tensorloop.packed.dim import Dim
 
@@ -125,9 +127,17 @@ class RaggedSize(NoNumber):
 
     def __index__(self) -> int:
         """The longest row, where a slice ends: `table[:, :T]`. Refused to all who ask for a number."""
-        if not _is_in_slice(sys._getframe(1)):
+        frame = sys._getframe(1)
+        if not _is_in_slice(frame) and not self._is_handed_on(frame):
             raise no_number("index")
         return self._dim.max_len
+
+    def _is_handed_on(self, frame: FrameType) -> bool:
+        """Whether a function mode, of a default device or a checkpointed loop, calls torch for x[.., a:b]."""
+        if frame.f_code.co_name != "__torch_function__" or frame.f_locals.get("func") not in _INDEXING:
+            return False
+        index = frame.f_locals["args"][1]
+        return not any(x is self for x in (index if isinstance(index, tuple) else (index,)))
 
     def _agreed(self, name: str, compare: Callable[[Any, Any], Any], other: Any) -> bool:
         """What all rows answer, and the longest, which is 0 where there are no rows."""
@@ -164,6 +174,7 @@ class EntryCount(NoNumber):
         return "B * *"
 
 
+_INDEXING = (Tensor.__getitem__, Tensor.__setitem__)
 _GETS = frozenset({"BINARY_SUBSCR", "STORE_SUBSCR", "DELETE_SUBSCR"})
 _SLICES = frozenset({"BINARY_SLICE", "STORE_SLICE"})
 _MAKES = frozenset({"BUILD_SLICE", "BUILD_TUPLE"})

@@ -15,6 +15,7 @@ from torch import nn
 
 import tensorloop as tl
 from tensorloop.packed import PackedTensor
+from tests.support.devices import HERE
 
 P = PackedTensor(torch.randn(5, 3), [2, 3])
 PADDED = torch.randn(2, 1, 3)
@@ -358,3 +359,18 @@ def test_a_sinusoidal_table_is_added_as_in_padded_code():
         Positions(2, 4)(x)
     with pytest.raises(ValueError, match="too long"):
         Positions(1, 4)(x)
+
+
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_a_slice_in_a_loop_and_under_a_default_device(checkpoints: int | None) -> None:
+    """Where a function mode stands between the line and torch."""
+    x, table = packed([2, 3], 3), torch.arange(60.0).view(1, 20, 3)
+    wanted = x + table[:, : x.shape[1]]
+    with torch.device(HERE):
+        assert torch.equal((x + table[:, : x.shape[1]]).values, wanted.values)
+        with pytest.raises(TypeError, match="has no one size"):
+            table[0, x.shape[1]]
+    found = tl.fori_loop(
+        0, 2, lambda i, c: c + (x + table[:, : x.shape[1]]).values, wanted.values, checkpoints=checkpoints
+    )
+    torch.testing.assert_close(found, 3 * wanted.values)
