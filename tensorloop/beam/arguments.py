@@ -8,6 +8,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.keywords import hints
+from tensorloop._common.uploads import upload
 from tensorloop.beam.choose import Sample
 from tensorloop.beam.decisions import Rules
 from tensorloop.beam.gold import Gold
@@ -66,7 +67,7 @@ def read_bos(bos_id: Any, rows: int, device: torch.device) -> Tensor:
     ids = check_ids(bos_id, "bos_id") if rows or not several else []
     if several and len(ids) != rows:
         raise WrongValue(f"bos_id has {len(ids)} tokens, batch_size is {rows}; give one for each row, or an int")
-    return torch.tensor(ids, dtype=torch.int64, device=device)[:, None].expand(rows, 1)
+    return upload(torch.tensor(ids, dtype=torch.int64, device="cpu"), device)[:, None].expand(rows, 1)
 
 
 def check_rules(rules: Rules, rows: int, device: torch.device) -> None:

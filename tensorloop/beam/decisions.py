@@ -11,6 +11,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorloop._common.errors import WrongValue
+from tensorloop._common.uploads import upload
 from tensorloop.beam import diagnostics
 from tensorloop.beam.batch import Batch
 from tensorloop.beam.choose import Choice, Offer, TopK, choose_best, guess_best
@@ -53,7 +54,7 @@ class Decisions:
     def __init__(self, rules: Rules, rows: int, gold: Gold | None, device: torch.device) -> None:
         self.rules, self.rows, self.gold, self.device = rules, rows, gold, device
         self.size = rules.size + (gold is not None)
-        self.eos = torch.tensor(rules.eos_ids, device=device)
+        self.eos = upload(torch.tensor(rules.eos_ids, device="cpu"), device)
         self.bound = find_bound(rules.length, rules.max_steps)
         self.bound_beyond = find_bound(rules.length, None)  # of hypotheses of any length
         self.seeds = draw_seeds(rules.choose, rows, device)
@@ -65,7 +66,8 @@ class Decisions:
         self.all_search = True
         plain = type(rules.choose) is TopK and rules.eos == "always" and len(rules.eos_ids) == 1 and gold is None
         self._guesses = plain and device.type != "cpu"  # there a wait costs nothing, and ties are broken at once
-        self._seen: Tensor | None = None  # `searching` on the CPU, once it was asked for
+        # `searching` on the CPU; None where it has changed and nobody has asked since.
+        self._seen: Tensor | None = torch.ones(rows, dtype=torch.bool, device="cpu")
         self.gap = torch.full((rows,), torch.inf, dtype=torch.float64, device=device)
         self.by_rule = torch.zeros_like(self.searching)
         self._begin(torch.get_default_dtype())
@@ -144,7 +146,9 @@ class Decisions:
         """Warns of what is no probability, and of a search that does not end."""
         if not t:
             self.first_mass, self.slack = log_probs[:, 0].logsumexp(1), diagnostics.find_slack(dtype)
-            self.told = self.rules.check or diagnostics.warn_of_scores(self.first_mass > self.slack)
+            self.told = self.rules.check
+            if not self.told and self.device.type == "cpu":  # on a device at the end, where it is waited for anyway
+                self.told = diagnostics.warn_of_scores((self.first_mass > self.slack).tolist())
         elif t == diagnostics.ENDLESS and self.rules.max_steps is None and bool(self.searching.any()):
             diagnostics.warn_of_endless(self.searching, self.pool.keys > -torch.inf, self.rules.n_best)
 

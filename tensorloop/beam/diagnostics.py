@@ -4,6 +4,7 @@ That no later hypothesis can be better is proved from what log-probabilities are
 probability is above 1. Scores that break this disprove the proof.
 """
 
+from collections.abc import Sequence
 from typing import Never
 
 import torch
@@ -38,9 +39,9 @@ def find_disproved(
     return (first > bound) | rises | (mass.log() > bound * steps.clamp(min=1))
 
 
-def warn_of_scores(over: Tensor) -> bool:
-    """Tells of rows (B,) that prove nothing, and whether there are any."""
-    rows = over.nonzero()[:, 0].tolist()
+def warn_of_scores(over: Sequence[float]) -> bool:
+    """Tells of rows that prove nothing, those not 0 of B numbers, and whether there are any."""
+    rows = [row for row, x in enumerate(over) if x]
     if rows:
         warn(
             f"{_NAME}: log_probs of {len(rows)} of {len(over)} rows, row {rows[0]} the first, come to probabilities of "

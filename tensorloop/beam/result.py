@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.ranking import descending
+from tensorloop._common.uploads import upload
 from tensorloop.beam import diagnostics, show
 from tensorloop.beam.ancestry import as_index
 from tensorloop.beam.decisions import Decisions
@@ -213,12 +214,17 @@ def build_result(decisions: Decisions, picked: TensorArray | list[Tensor], steps
     if count:
         running, ends = kept.amax(2), (best.lens, value)
         over = diagnostics.find_disproved(decisions.slack, decisions.first_mass, running, steps, ends, mass)
-        if not decisions.told:
-            diagnostics.warn_of_scores(over)
         decisions.gap = torch.where(over, torch.inf, decisions.gap)
+    else:
+        over = torch.zeros_like(decisions.searching)
+    # All that Python asks for, in one wait for a device.
+    gaps, by_rule, disproved = torch.stack([decisions.gap, decisions.by_rule.double(), over.double()]).tolist()
+    if count and not decisions.told:
+        diagnostics.warn_of_scores(disproved)
     result = Hypotheses(
         packed, best.lens, scores, torch.where(valid, final, -torch.inf), token_scores, valid, finished, ended_by,
-        _name_stops(decisions), decisions.gap, mass, Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
+        _name_stops(gaps, by_rule), decisions.gap, mass,
+        Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
     )  # fmt: skip
     return _add_extras(result, decisions, best)
 
@@ -239,9 +245,9 @@ def _add_extras(result: Hypotheses, decisions: Decisions, best: _Entries) -> Hyp
     return Hypotheses(**(vars(result) | extras))
 
 
-def _name_stops(decisions: Decisions) -> list[str]:
-    rows = zip(decisions.gap.tolist(), decisions.by_rule.tolist(), strict=True)
-    return ["exact" if gap <= 0 else "heuristic" if by_rule else "capped" for gap, by_rule in rows]
+def _name_stops(gaps: list[float], by_rule: list[float]) -> list[str]:
+    rows = zip(gaps, by_rule, strict=True)
+    return ["exact" if gap <= 0 else "heuristic" if ruled else "capped" for gap, ruled in rows]
 
 
 def _collect(decisions: Decisions) -> _Entries:
@@ -252,7 +258,7 @@ def _collect(decisions: Decisions) -> _Entries:
     entries = _Entries(pool.keys, pool.sums, lens, place, end, 2 * ended.long(), torch.zeros_like(ended))
     if decisions.gold is not None and decisions.steps:
         entries = _put_gold(entries, decisions, decisions.gold)
-    if not bool(decisions.searching.any()):
+    if not bool(decisions.asked.any() if decisions.gold is None else decisions.searching.any()):
         return _blank(entries.sort(n, decisions.rules.capped), decisions)
     places = torch.arange(k, device=decisions.device).expand(decisions.rows, -1)
     lens = torch.full_like(places, decisions.steps)
@@ -306,8 +312,9 @@ def _read(
 ) -> tuple[PackedTensor, PackedTensor]:
     """The tokens, and the log-probability of each and of the eos."""
     steps, rows, size = tokens.shape
-    lens = best.lens.flatten()
-    dim, longer = Dim(None, lens), Dim(None, (best.lens + finished).flatten())
+    # Lengths, and whether there is an end, on the CPU: the one wait for a device.
+    lens, ended = torch.stack([best.lens.flatten(), finished.flatten().to(best.lens.dtype)]).cpu()
+    dim, longer = (Dim(None, x).to(tokens.device) for x in (lens, lens + ended))
     # One flat index selects much faster than one for each dim; `first` is that of (step, row).
     hypothesis, each = dim._row_ids, best.lens.shape[1]
     first = dim._positions * rows + torch.div(hypothesis, max(each, 1), rounding_mode="floor")
@@ -322,7 +329,8 @@ def _read(
     ends += best.places * many + best.end
     index = torch.empty(longer.total, dtype=torch.int64, device=tokens.device)
     last = longer._offsets[1:] - 1
-    index[last[finished.flatten()]] = ends.flatten()[finished.flatten()]
+    at = upload(ended.nonzero()[:, 0], tokens.device)
+    index[last.index_select(0, at)] = ends.flatten().index_select(0, at)
     index[longer._offsets.index_select(0, hypothesis) + dim._positions] = first * width + place
     values = (torch.stack(picked) if isinstance(picked, list) else picked.stack()).flatten()
     return packed, PackedTensor(values.index_select(0, as_index(index, len(values))), longer)

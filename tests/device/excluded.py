@@ -6,6 +6,7 @@ A test is its file in `tests/` and its name, or the file alone; in brackets, wha
 GRAPHS = "torch.compile cannot trace what a loop's classes ask of torch's while a default device is set, be it the CPU"
 PIECES = "torch.compile breaks its graph within, and a piece that it then runs has a tensor of the CPU: not understood"
 KERNELS = "torch has these kernels for CUDA alone"
+NUMPY = "NumPy has no arrays on a device"
 SPARSE = "the pretended device has no sparse tensors"
 NESTED = "the pretended device has no nested tensors"
 DEFAULT = "torch's own checkpoint forgets the default device in backward"
@@ -19,6 +20,7 @@ EXCLUDED = {
         "attention/test_attention.py::test_dtypes[dtype1]",
         "attention/test_attention.py::test_dtypes[dtype2]",
     ),
+    NUMPY: ("packed/test_packed_advice.py::test_what_a_message_says_to_write_runs[p.numpy()]",),
     SPARSE: (
         "beam/test_beam_errors.py::test_log_probs_that_are_not_dense",
         "checkpoint/test_replay_kinds.py::test_a_sparse_tensor_in_the_carry",

@@ -82,7 +82,7 @@ def test_rows(function: Callable[..., Any], a: Any, b: Any, error: type[Exceptio
 
 
 def test_devices_of_rows_and_table() -> None:
-    there = PackedTensor(torch.ones(3, dtype=torch.int64, device=META), torch.tensor([3]))
+    there = PackedTensor(torch.ones(3, dtype=torch.int64, device=META), [3])
     with pytest.raises(ValueError, match=rf"^edit_distance: a is on meta, b on {ON}; move one of them$"):
         edit_distance(there, [torch.ones(1, dtype=torch.int64)])
     with pytest.raises(ValueError, match=rf"^edit_distance: substitution is on meta, the tokens on {ON}; move one$"):

@@ -39,19 +39,23 @@ class Autocast:
 class DefaultDevice:
     """Where tensors were made when the loop began: `with torch.device(...)`, or `torch.set_default_device`.
 
-    Both are function modes, and torch takes a mode off while `backward` runs.
+    Both are function modes, and torch takes a mode off while `backward` runs. `gpu` is what "cuda" without a number
+    meant, None where no GPU is in use.
     """
 
     def __init__(self) -> None:
         self.device = default_device()
+        self.gpu = torch.cuda.current_device() if torch.cuda.is_initialized() else None
 
     @contextmanager
     def restored(self) -> Iterator[None]:
-        if DefaultDevice().device == self.device:
+        now = DefaultDevice()
+        with ExitStack() as stack:
+            if now.gpu != self.gpu is not None:
+                stack.enter_context(torch.cuda.device(self.gpu))
+            if now.device != self.device:
+                stack.enter_context(self.device or torch.device("cpu"))
             yield
-        else:
-            with self.device or torch.device("cpu"):
-                yield
 
 
 class AmbientState:

@@ -1,0 +1,197 @@
+"""What goes wrong around a device: each is a right result or one clear error, and leaves nothing behind."""
+
+import os
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor
+
+import tensorloop as tl
+from tensorloop import PackedTensor
+from tests.support.devices import let_go
+
+CHECKPOINTS = pytest.mark.parametrize("checkpoints", [None, 2])
+
+
+def on(device: str, *size: int) -> Tensor:
+    numbers = torch.randn(*size, generator=torch.Generator("cpu").manual_seed(sum(size)), device="cpu") * 0.5
+    return numbers.to(device)
+
+
+def rnn(w: Tensor, xs: Any, h: Tensor, checkpoints: int | None) -> Tensor:
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ w + x)
+        return h, h
+
+    h, ys = tl.scan(body, h, xs, checkpoints=checkpoints)
+    return h.square().sum() + (ys.values if isinstance(ys, PackedTensor) else ys).sum()
+
+
+def padded(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
+    return rnn(w, on(device, 5, 3, 4), on(device, 3, 4), checkpoints)
+
+
+def packed(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
+    return rnn(w, PackedTensor(on(device, 7, 4), [3, 0, 4]), on(device, 3, 4), checkpoints)
+
+
+def makes_its_own(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
+    """Steps name the device without a number, and draw from its generator."""
+    kind = torch.device(device).type
+
+    def body(i: int, h: Tensor) -> Tensor:
+        there = (h.to(kind) @ w.to(kind)).sin() * torch.ones(4, device=kind)
+        return F.dropout(there, 0.3).to(h.device) + h
+
+    torch.manual_seed(5)
+    return tl.fori_loop(0, 4, body, on("cpu", 3, 4), checkpoints=checkpoints).square().sum()
+
+
+def stopping(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
+    limits = torch.tensor([1, 4, 2], device=device)
+    start = torch.zeros_like(limits), on(device, 3, 4)
+    body = lambda c: (c[0] + 1, torch.tanh(c[1] @ w))  # noqa: E731
+    return tl.while_loop(lambda c: c[0] < limits, body, start, checkpoints=checkpoints)[1].square().sum()
+
+
+LOOPS: list[Callable[[str, Tensor, int | None], Tensor]] = [padded, packed, makes_its_own, stopping]
+
+
+@CHECKPOINTS
+@pytest.mark.parametrize("loop", LOOPS)
+def test_another_device_is_chosen_between_forward_and_backward(loop: Any, checkpoints: int | None) -> None:
+    results = []
+    for other in (0, 1):
+        w = on("cuda:0", 4, 4).requires_grad_()
+        loss = loop("cuda:0", w, checkpoints)
+        with torch.cuda.device(other):
+            (grad,) = torch.autograd.grad(loss, w)
+        assert grad.device == w.device
+        results.append((loss, grad))
+    torch.testing.assert_close(*results)
+
+
+@CHECKPOINTS
+@pytest.mark.parametrize("loop", [padded, packed, stopping])
+def test_devices_that_differ_are_one_error(loop: Any, checkpoints: int | None) -> None:
+    for other in ("cuda:1", "cpu"):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as caught:
+            loop("cuda:0", on(other, 4, 4).requires_grad_(), checkpoints)
+        assert any("raised in step 0 of" in note for note in caught.value.__notes__)
+    w = on("cuda:0", 4, 4).requires_grad_()
+    assert torch.autograd.grad(loop("cuda:0", w, checkpoints), w)[0].isfinite().all()
+
+
+@CHECKPOINTS
+def test_a_body_on_two_devices(checkpoints: int | None) -> None:
+    """Each draws from its own generator, in replays too."""
+
+    def run() -> tuple[Tensor, ...]:
+        torch.manual_seed(3)
+        w, v = on("cuda:0", 4, 4).requires_grad_(), on("cuda:1", 4, 4).requires_grad_()
+
+        def body(i: int, h: Tensor) -> Tensor:
+            h = F.dropout(torch.tanh(h @ w), 0.2).to("cuda:1")
+            return F.dropout(torch.tanh(h @ v), 0.2).to("cuda:0")
+
+        loss = tl.fori_loop(0, 5, body, on("cuda:0", 3, 4), checkpoints=checkpoints).square().sum()
+        found = torch.autograd.grad(loss, [w, v])
+        return loss, *found, torch.rand(2, device="cuda:0"), torch.rand(2, device="cuda:1")
+
+    torch.manual_seed(3)
+    h = on("cuda:0", 3, 4)
+    w, v = on("cuda:0", 4, 4).requires_grad_(), on("cuda:1", 4, 4).requires_grad_()
+    for _ in range(5):
+        h = F.dropout(torch.tanh(h @ w), 0.2).to("cuda:1")
+        h = F.dropout(torch.tanh(h @ v), 0.2).to("cuda:0")
+    loss = h.square().sum()
+    found = torch.autograd.grad(loss, [w, v])
+    wanted = loss, *found, torch.rand(2, device="cuda:0"), torch.rand(2, device="cuda:1")
+    torch.testing.assert_close(run(), wanted)
+
+
+@CHECKPOINTS
+def test_a_backward_in_the_body_is_part_of_the_step(checkpoints: int | None) -> None:
+    """However many nodes other threads of autograd have made."""
+    w = on("cuda", 4, 4).requires_grad_()
+    ahead = torch.zeros(1, requires_grad=True)
+    _ = [ahead + 1 for _ in range(5_000)]
+
+    def body(i: int, h: Tensor) -> Tensor:
+        h = h if h.requires_grad else h.detach().requires_grad_()
+        return h - 0.1 * torch.autograd.grad((h @ w).sin().sum(), h, create_graph=True)[0]
+
+    found = []
+    for k in (checkpoints, None):
+        loss = tl.fori_loop(0, 4, body, on("cuda", 3, 4), checkpoints=k).square().sum()
+        found.append((loss, *torch.autograd.grad(loss, w)))
+    torch.testing.assert_close(*found)
+
+
+@pytest.mark.parametrize("at", ["sweep", "replay"])
+def test_no_memory_is_left(at: str) -> None:
+    """The error is torch's, and says which step; what was held is let go, and the next run is right."""
+    w, full = on("cuda", 4, 4).requires_grad_(), []
+
+    def body(i: int, h: Tensor) -> Tensor:
+        if full and i == 2:
+            raise torch.OutOfMemoryError("CUDA out of memory")
+        return F.dropout(torch.tanh(h @ w), 0.2)
+
+    def run(fails: str = "") -> list[Tensor]:
+        torch.manual_seed(0)
+        full[:] = [1] * (fails == "sweep")
+        loss = tl.fori_loop(0, 5, body, on("cuda", 3, 4), checkpoints=2).sum()
+        full[:] = [1] * (fails == "replay")
+        return [loss.detach(), *torch.autograd.grad(loss, w)]
+
+    wanted = run()
+    with tl.memory.LiveStorages() as live:
+        with pytest.raises(torch.OutOfMemoryError, match="out of memory") as caught:
+            run(at)
+        assert any(
+            "of step 2 of fori_loop" in note or "in step 2 of fori_loop" in note for note in caught.value.__notes__
+        )
+        del caught
+        let_go()
+    assert live.bytes == 0
+    full.clear()
+    torch.testing.assert_close(run(), wanted)
+
+
+def test_without_a_driver_nothing_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(*args: Any) -> Any:
+        raise RuntimeError("Found no NVIDIA driver on your system")
+
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: False)
+    monkeypatch.setattr(torch.cuda, "_initialized", False)
+    for name in ("device_count", "current_device", "current_stream", "get_rng_state", "set_device", "synchronize"):
+        monkeypatch.setattr(torch.cuda, name, fails)
+    with torch.device("cpu"):
+        for loop in LOOPS:
+            w = on("cpu", 4, 4).requires_grad_()
+            assert torch.autograd.grad(loop("cpu", w, 2), w)[0].isfinite().all()
+        p = PackedTensor(on("cpu", 7, 2, 8), [3, 4])
+        assert tl.attention(p, p, p, causal=True).softmax(1).values.isfinite().all()
+
+
+def test_a_process_that_was_forked_runs_loops_of_the_cpu() -> None:
+    """Its device is gone: torch says so by `is_initialized`, and nothing asks it for random numbers."""
+    torch.ones(3, device="cuda").sum().item()
+    w, read, write = on("cpu", 4, 4), *os.pipe()
+    with torch.no_grad():
+        wanted = float(padded("cpu", w, 2))
+        if not (child := os.fork()):
+            try:
+                torch.cuda._is_in_bad_fork = lambda: True  # pyright: ignore
+                torch.cuda.get_rng_state = lambda *_: os._exit(2)
+                os.write(write, str(float(padded("cpu", w, 2))).encode())
+            finally:
+                os._exit(0)
+    assert os.waitpid(child, 0)[1] == 0
+    assert float(os.read(read, 100)) == wanted
+    os.close(read)
+    os.close(write)
