@@ -229,6 +229,12 @@ def _attend_in_heads(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _multihead(func, *args, **kwargs)
 
 
+@handles("_nested_tensor_from_mask_left_aligned")
+def _is_left_aligned(func: Any, *args: Any) -> bool:
+    """False, by which `nn.TransformerEncoder` learns that nothing has to be made a nested tensor."""
+    return False
+
+
 # Which take views as they are.
 _ON_VIEWS: dict[str, Handler] = {
     **reordered_shapes.TABLE,

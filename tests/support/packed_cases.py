@@ -275,7 +275,7 @@ PACKED: dict[str, list[Case]] = {
 
 # What has no row of its own in its result, and why.
 NO_ROWS: dict[str, str] = {
-    **dict.fromkeys(("equal", "allclose"), "one bool of all rows"),
+    **dict.fromkeys(("equal", "allclose", "_nested_tensor_from_mask_left_aligned"), "one bool of all rows"),
     "item": "of one number alone",
     "msort": "refused: it sorts along the batch dim",
     "masked_select": "the numbers of all rows in one tensor; a test of its own",
