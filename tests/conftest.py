@@ -10,6 +10,8 @@ of a test with three parameters or more as many cases as have every pair of valu
 With `--device` a pretended CUDA device is the default one: tests/device says what it is and which tests are not for it.
 With TENSORLOOP_PTX=1 in the environment compiled loops are kernels there.
 
+With `--lanes SEED` every compiled loop runs as the lanes of a device would, one by one: support/lane_cores.py.
+
 With `--guarded` every compiled loop runs in a form that notices where it touches memory which is not its own.
 """
 
@@ -29,6 +31,9 @@ import tensorloop as tl
 from tensorloop._common import arguments
 from tensorloop.compiler.targets.cpu import guarded
 from tests.device import built, excluded, pretended
+from tests.support import lane_cores
+
+LANES = pytest.StashKey[lane_cores.Made]()
 
 # Machines of any speed run the same examples: no deadline, no random choice, nothing remembered between runs.
 hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=True, database=None, print_blob=True)
@@ -58,6 +63,7 @@ def pytest_addoption(parser: pytest.Parser) -> None:
     parser.addoption("--all", action="store_true", help="run every case of every test")
     parser.addoption("--compiled", action="store_true", help="run loops with compile=True where a test leaves it out")
     parser.addoption("--device", action="store_true", help="run on a pretended CUDA device: see tests/device")
+    parser.addoption("--lanes", type=int, metavar="SEED", help="run compiled loops as lanes of a device")
     parser.addoption("--guarded", action="store_true", help="check each address that a compiled loop touches")
 
 
@@ -190,6 +196,22 @@ def on_the_cpu() -> Iterator[None]:
 def guarded_cores(request: pytest.FixtureRequest) -> Iterator[None]:
     with guarded.on() if request.config.getoption("--guarded") else contextlib.nullcontext():
         yield
+
+
+@pytest.fixture(autouse=True, scope="session")
+def cores_of_lanes(request: pytest.FixtureRequest) -> Iterator[None]:
+    seed = request.config.getoption("--lanes")
+    if seed is None:
+        yield
+        return
+    with lane_cores.on(seed) as made:
+        request.config.stash[LANES] = made
+        yield
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    for line in config.stash[LANES].lines() if LANES in config.stash else ():
+        terminalreporter.write_line(line)
 
 
 @pytest.fixture(autouse=True)

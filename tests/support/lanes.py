@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.emitter.device.devices import Coroutines
-from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
+from tensorloop.compiler.emitter.device.kernel import KernelWriter
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.cpu.host import host, llvm
+from tensorloop.compiler.targets.given import OUT_OF_RANGE, NeededTensors, lay_out
 
 ORDERS = ("as is", "turned", "random")
 
@@ -82,30 +83,31 @@ class LanesCore:
         lanes: int = 32,
         groups: int = 1,
         order: str = "as is",
-        edit: Callable[[str], str] = str,
+        change: Callable[[KernelWriter], object] = lambda writer: None,
         local: int = 48 * 1024,
+        seed: float = 0,
     ) -> None:
         self.kernels = lowered(step)
-        self.text = device_text(self.kernels, Coroutines(host(), lanes, groups, local))
-        self.order = Order(order)
-        count = len(self._tensors(self.text, [[]] * 7))
-        self._loaded = Lanes(edit(self.text.module), lanes, count)
-
-    def _tensors(self, text: DeviceText, parts: Sequence[Sequence[Any]]) -> list[Any]:
-        step = self.kernels
-        counts = [step.invariants, step.constants, text.packed, step.sequences, step.carry, step.outs, step.sums]
-        counts.append(step.carry)
-        if not any(parts):
-            return [one for part in counts for one in part] + [None]
-        return [one for part in parts for one in part]
+        writer = KernelWriter(self.kernels, Coroutines(host(), lanes, groups, local))
+        change(writer)
+        self.text = writer.text()
+        self.order = Order(order, random.Random(seed))
+        roles = (
+            *(self.kernels.invariants, self.kernels.sequences, self.kernels.carry),
+            *(self.kernels.outs, self.kernels.sums),
+        )
+        self._needed = NeededTensors(step, roles, "cpu")
+        count = sum(map(len, roles)) + len(self.kernels.constants) + len(self.text.packed) + len(step.carry) + 1
+        self._loaded = Lanes(self.text.module, lanes, count)
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
-        steps, invariants, sequences, carry, outs, sums, _ = call
+        steps, invariants, sequences, carry, outs, sums, _ = call = self._needed.as_numbers(call)
         text, step = self.text, self.kernels
         last = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in step.carry]
         if steps <= 0:
             return [new.copy_(x.detach()) for new, x in zip(last, carry, strict=True)], 0
-        laid = [_laid(x.detach(), one.shape, one.strides) for x, one in zip(invariants, step.invariants, strict=True)]
+        self._needed.check(call)
+        laid = [lay_out(x.detach(), one.shape, one.strides) for x, one in zip(invariants, step.invariants, strict=True)]
         fixed = {"invariant": laid, "constant": step.constants}
         packed = [
             fixed[one.buffer.kind][one.buffer.index].as_strided(one.shape, one.strides, one.offset).contiguous()
@@ -134,9 +136,7 @@ class LanesCore:
             place = begin + group * text.scratch
             self._loaded.group(addresses, steps, place, group, lambda: self.order.of(text.lanes))
         if int(status[1]):
-            raise IndexError(
-                "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
-            )
+            raise IndexError(OUT_OF_RANGE)
         for n in text.apart:
             sums[n].add_(totals[n].sum(0))
         return last, int(status[0])
@@ -148,7 +148,3 @@ class LanesCore:
     def stepping(self, invariants: Sequence[Tensor]) -> "LanesCore":
         """This core: nothing is prepared."""
         return self
-
-
-def _laid(x: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Tensor:
-    return torch.empty_strided(tuple(shape), tuple(strides), dtype=x.dtype, device="cpu").copy_(x)

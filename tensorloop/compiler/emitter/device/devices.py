@@ -12,9 +12,12 @@ import torch
 
 from tensorloop.compiler.emitter.ir.code import Code, Value
 from tensorloop.compiler.emitter.ir.machine import Machine
+from tensorloop.compiler.step import Unsupported
 
 WARP = 32  # lanes that hand values on to each other
 MOST_LANES = 1024  # of a group
+# What LLVM has instructions for on every device; for others it looks for a library, and ends the process without one.
+_KNOWN = {"fma", "fabs", "copysign", "sqrt", "floor", "ceil", "trunc", "roundeven", "fshl"}
 MOST_ARGUMENTS = 500  # a kernel's have 4 KiB of room on every device
 
 
@@ -144,6 +147,11 @@ class Nvptx:
 
     def module(self, code: Code, arguments: Sequence[str], lanes: int, local: bool) -> str:
         """One kernel; its shared memory has the size that the launch says."""
+        for name in code.declared:
+            if name.startswith("llvm.") and name.split(".")[1] not in {*_KNOWN, "nvvm"}:
+                raise Unsupported(f"{name}, which no device has")
+        if any(" = frem " in text for text in code.text):
+            raise Unsupported("a remainder that is not written out")
         given = [*(f"ptr {name}" for name in arguments), "i64 %steps", *([] if local else ["ptr %scratch.all"])]
         # Without the number of threads the compiler allows for a block of 1,024, and so for 64 registers a thread.
         return "\n".join([

@@ -19,11 +19,15 @@ STEPS = 4  # places change with every second step, and a slice of an output is m
 
 
 class Touch(NamedTuple):
-    """Memory that a part of a step touches: which lane has which element; None where a lane may have any."""
+    """Memory that a part of a step touches: which lane has which element; None where a lane may have any.
+
+    `array` has all that is touched, and more; None where it may be all of the buffer.
+    """
 
     buffer: Region
     piece: Piece | None
     writes: bool
+    array: Array | None = None
 
 
 class Waits(NamedTuple):
@@ -65,10 +69,34 @@ def touches(unit: Unit, share: LaneShare, stored: set[Region]) -> list[Touch]:
     for array in (*unit.reads(), *written):
         buffer = array.buffer
         if buffer.kind == "carry" or (buffer.written and (buffer.kind != "scratch" or buffer in stored)):
-            found.append(Touch(buffer, _piece(unit, array, share), array in written))
+            box = array if isinstance(unit, WalkGroup) and not _is_gathered(unit, array) else None
+            found.append(Touch(buffer, _piece(unit, array, share), array in written, box))
     if isinstance(unit, Matrix) and unit.work is not None:
         found.append(Touch(unit.work, FIRST, True))
     return found
+
+
+def _is_gathered(unit: WalkGroup, array: Array) -> bool:
+    return any(isinstance(walk, Gather) and array is walk.source for walk in unit.walks)
+
+
+def are_apart(a: Array, b: Array) -> bool:
+    """Whether two parts of a buffer have no element in common: one behind the other, or columns of the same rows."""
+    strides = {stride for array in (a, b) for stride in array.strides if stride > 1}
+    return any(_far(_within(a, row), _within(b, row)) for row in (*strides, max(1, a.buffer.numel)))
+
+
+def _far(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
+    return a is not None and b is not None and (a[1] < b[0] or b[1] < a[0])
+
+
+def _within(array: Array, row: int) -> tuple[int, int] | None:
+    """The first and the last of the places of each row of so many that an array has; None where it has no such."""
+    # A step along a dim whose stride is a multiple of a row leaves the place in the row as it is.
+    pairs = [(n, step) for n, step in zip(array.shape, array.strides, strict=True) if n > 1 and step % row]
+    low = array.offset % row
+    high = low + sum((n - 1) * step for n, step in pairs)
+    return (low, high) if high < row and all(step > 0 for _, step in pairs) else None
 
 
 def _piece(unit: Unit, array: Array, share: LaneShare) -> Piece | None:
@@ -83,8 +111,7 @@ def _piece(unit: Unit, array: Array, share: LaneShare) -> Piece | None:
         space = unit.out.shape
     else:
         assert isinstance(unit, WalkGroup)
-        gathered = any(isinstance(walk, Gather) and array is walk.source for walk in unit.walks)
-        whole = not gathered and not any(array.strides[d] for d in unit.over)
+        whole = not _is_gathered(unit, array) and not any(array.strides[d] for d in unit.over)
         space = unit.space
     if not whole or any(array.shape[d] != space[d] for d in share.order):
         return None
@@ -102,19 +129,31 @@ class WaitPlanner:
 
     def plan(self, parts: Sequence[Sequence[Touch]], first: Sequence[Touch], last: Sequence[Touch]) -> Waits:
         """`first` is touched before the first step, `last` when all are done."""
-        before, asking, leaving = [False] * len(parts), False, False
         going = self.step.going
         asks = [] if going is None or going.buffer.kind == "value" else [Touch(going.buffer, None, False)]
+        stations = [*parts, asks, last]
+        waits = [False] * len(stations)
         while True:
-            held = [*before, asking]
-            self.touched = [(self._key(one.buffer, -1), one) for one in first]
-            for turn in range(STEPS):
-                for n, part in enumerate(parts):
-                    before[n] = self._meet(part, turn, before[n])
-                asking = self._meet(asks, turn, asking)
-                leaving = leaving or self._clashes(last, turn + 1)
-            if held == [*before, asking]:
-                return Waits(before, asking, leaving)
+            held = [*waits]
+            self._go(stations, first, waits)
+            if held == waits:
+                break
+        # A wait that came early may be of no use beside one that came later.
+        for n in range(len(waits)):
+            without = [*waits[:n], False, *waits[n + 1 :]]
+            if waits[n] and self._go(stations, first, [*without]) == without:
+                waits = without
+        return Waits(waits[:-2], *waits[-2:])
+
+    def _go(self, stations: Sequence[Sequence[Touch]], first: Sequence[Touch], waits: list[bool]) -> list[bool]:
+        """Some steps with these waits, to which those are added that lack; the last station is not met in each step."""
+        self.touched = [(self._key(one.buffer, -1), one) for one in first]
+        for turn in range(STEPS):
+            for n, touched in enumerate(stations[:-1]):
+                waits[n] = self._meet(touched, turn, waits[n])
+            # Its carry is what the next step would read.
+            waits[-1] = waits[-1] or self._clashes(stations[-1], turn + 1)
+        return waits
 
     def _meet(self, touched: Sequence[Touch], turn: int, waits: bool) -> bool:
         """Notes what is touched now; whether lanes must wait before."""
@@ -142,7 +181,9 @@ class WaitPlanner:
         if not (a.writes or b.writes):
             return False
         if here == there:
-            return a.piece is None or a.piece != b.piece
+            if a.piece is not None and a.piece == b.piece:
+                return False
+            return a.array is None or b.array is None or not are_apart(a.array, b.array)
         # Scratch buffers that are not needed at one time share memory: writing one destroys the other.
         if a.buffer not in self.places or b.buffer not in self.places:
             return False

@@ -180,6 +180,10 @@ class Arithmetic:
         """The square root."""
         return self.code.call("llvm.sqrt", a)
 
+    def fmod(self, x: Value, y: Value) -> Value:
+        """C's, which is exact: a call for each element."""
+        return self.code.binary("frem", x, y)
+
     def rounded(self, name: str, a: Value) -> Value:
         """floor, ceil, trunc, or roundeven as `nearbyint`."""
         return self.code.call(f"llvm.{name}", a) if a.floating else a

@@ -204,7 +204,7 @@ class Math(Arithmetic):
 
     # circles
 
-    def _quarter(self, x: Value) -> tuple[Value, Value]:
+    def quarter(self, x: Value) -> tuple[Value, Value]:
         """(r, n): x = n pi / 2 + r, in double; what is left of an x beyond FAR has no meaning."""
         wide = self.cast(x, "double")
         magic = self.like(wide, 1.5 * 2.0**52)
@@ -215,7 +215,7 @@ class Math(Arithmetic):
         return self.cast(r, x.kind), self.sub(self._bits(shifted), self._bits(magic))
 
     def _sine(self, x: Value, turn: int) -> Value:
-        r, n = self._quarter(x)
+        r, n = self.quarter(x)
         n = self.add(n, self.like(n, turn))
         small, one = x.kind == "float", self.like(x, 1)
         z = self.mul(r, r)

@@ -67,7 +67,7 @@ def remainder(call: Call, a: Any, b: Any) -> Array:
     def of(m: Math, x: Value, y: Value) -> Value:
         if not x.floating:
             return m.sub(x, m.mul(whole_quotient(m, x, y, mode), y))
-        rest = m.code.binary("frem", x, y)  # C's fmod, which is exact: a call for each element
+        rest = m.fmod(x, y)
         return rest if mode == "trunc" else m.where(_other_sign(m, rest, y), m.add(rest, y), rest)
 
     a, b = call.low.met(a, call.dtype), call.low.met(b, call.dtype)
@@ -83,8 +83,8 @@ def _other_sign(m: Math, rest: Value, y: Value) -> Value:
 
 def floor_quotient(m: Math, x: Value, y: Value) -> Value:
     """floor(x / y) of floats by the rest, as torch has it: 1.0 // 0.1 is 9, though 1.0 / 0.1 is rounded to 10."""
-    code, zero, quotient = m.code, m.like(x, 0), m.div(x, y)
-    rest = code.binary("frem", x, y)
+    zero, quotient = m.like(x, 0), m.div(x, y)
+    rest = m.fmod(x, y)
     found = m.div(m.sub(x, rest), y)
     found = m.where(_other_sign(m, rest, y), m.sub(found, m.like(x, 1)), found)
     down = m.rounded("floor", found)

@@ -1,0 +1,189 @@
+"""Where lanes wait for each other: without a wait they meet, with all of them they do not. Faults put in are found."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+
+from tensorloop.compiler.emitter.device import kernel, lane_product, lane_walk
+from tensorloop.compiler.emitter.device.devices import Coroutines
+from tensorloop.compiler.emitter.device.kernel import KernelWriter
+from tensorloop.compiler.emitter.device.lanes import Elements, GroupRows
+from tensorloop.compiler.emitter.lowered import lowered
+from tensorloop.compiler.step import CoreCall, Step, Unsupported
+from tensorloop.compiler.targets.cpu.host import host
+from tests.compiler.test_emitter_random import MIXING, STEPS, drawn
+from tests.compiler.test_emitter_team import MEETING, case
+from tests.support.lane_races import unneeded_waits
+from tests.support.lanes import LanesCore
+from tests.support.recurrences import Given, assert_same, places, recurrence
+from tests.support.recurrent_cells import CELLS, inputs
+
+# Steps in which a lane meets, at these sizes, only what it did itself although it goes through it in another order: a
+# column that it made and then adds up. Where lanes go in different orders it is not looked at who had which element.
+UNNEEDED = {
+    "rnn with sums over rows": 1,
+    "chain": 1,
+    "viterbi": 1,
+    "adam": 1,
+    "mean over rows": 2,
+    "normed over rows": 3,
+    "rows chosen": 1,
+    "a square with itself": 1,
+    "most of all": 1,
+    "windows": 2,
+    "chosen in windows": 1,
+    "added to some rows": 2,
+}
+
+
+def cell(name: str, dtype: torch.dtype = torch.float64) -> tuple[Step, Given]:
+    given = inputs(CELLS[name], 3, 5, 9, dtype)
+    return recurrence(CELLS[name].step, *given, reverse=CELLS[name].reverse), given
+
+
+def written(rec: Step, lanes: int = 8, groups: int = 2) -> KernelWriter:
+    return KernelWriter(lowered(rec), Coroutines(host(), lanes, groups))
+
+
+@pytest.mark.parametrize("name", [*CELLS, *MEETING])
+@pytest.mark.extended(*(f"[{name}" for name in [*MEETING][:-6]))
+def test_lanes_wait_where_they_would_meet_and_nowhere_else(name: str) -> None:
+    writer = written((cell if name in CELLS else case)(name)[0])
+    found = unneeded_waits(writer)
+    assert len(found) == UNNEEDED.get(name, 0), found
+
+
+@pytest.mark.parametrize(("lanes", "groups"), [(8, 1), (32, 2), (128, 4)])
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.extended
+def test_lanes_meet_nowhere(name: str, lanes: int, groups: int) -> None:
+    unneeded_waits(written(cell(name)[0], lanes, groups))
+
+
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.extended
+def test_lanes_of_a_random_step_meet_nowhere(seed: int) -> None:
+    unneeded_waits(written(drawn(seed, STEPS + (MIXING if seed % 2 == 0 else []))[0], 8, 1 + seed % 3))
+
+
+def without(n: int) -> Callable[[KernelWriter], None]:
+    """Takes one wait out."""
+
+    def change(writer: KernelWriter) -> None:
+        before, asking, leaving = writer.waits
+        waits = [*before, asking, leaving]
+        assert waits[n]
+        waits[n] = False
+        writer.waits = writer.waits._replace(before=waits[:-2], asking=waits[-2], leaving=waits[-1])
+
+    return change
+
+
+def answers(core: LanesCore, rec: Step, given: Given, seeds: int) -> list[list[torch.Tensor]]:
+    found = []
+    for _ in range(seeds):
+        outs, sums = places(rec, 3)
+        last, _ = core(CoreCall(3, *given, outs, sums))
+        found.append([*outs, *sums, *last])
+    return found
+
+
+def same(a: list[torch.Tensor], b: list[torch.Tensor]) -> bool:
+    return all(torch.equal(x.nan_to_num(1e30), y.nan_to_num(1e30)) for x, y in zip(a, b, strict=True))
+
+
+@pytest.mark.parametrize("name", CELLS)
+@pytest.mark.extended(*(f"[{name}]" for name in CELLS if name not in ("lstm", "rnn backward", "shifting")))
+def test_a_wait_taken_out_is_seen_by_a_run(name: str) -> None:
+    rec, given = cell(name)
+    (expected,) = answers(LanesCore(rec, 8, 2), rec, given, 1)
+    assert all(same(expected, found) for found in answers(LanesCore(rec, 8, 2, "random"), rec, given, 8))
+    waits = written(rec).waits
+    unseen = 0
+    for n, waits_here in enumerate([*waits.before, waits.asking, waits.leaving]):
+        if waits_here:
+            changed = LanesCore(rec, 8, 2, "random", without(n))
+            unseen += all(same(expected, found) for found in answers(changed, rec, given, 8))
+    assert unseen <= UNNEEDED.get(name, 0)
+
+
+def strides_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Elements.each
+    monkeypatch.setattr(Elements, "each", lambda self, lanes, body: real(self, lanes + (lanes > 1), body))
+
+
+def a_tail_lost(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = Elements.__init__
+
+    def init(self, code, sizes, rows, most):
+        real(self, code, sizes, rows, most)
+        self.stop = code.add(self.stop, -1)
+
+    monkeypatch.setattr(Elements, "__init__", init)
+
+
+def groups_off(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(GroupRows, "even", property(lambda self: True))
+    real = kernel._KernelBody._bounds
+
+    def bounds(self):
+        real(self)
+        if self.rows is not None:
+            self.low = self.code.add(self.low, 1)
+
+    monkeypatch.setattr(kernel._KernelBody, "_bounds", bounds)
+
+
+def a_lane_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
+    real = lane_walk.LaneWalk._meet
+
+    def meet(self, device, held):
+        object.__setattr__(self.share, "team", max(2, self.share.team // 2))
+        return real(self, device, held)
+
+    monkeypatch.setattr(lane_walk.LaneWalk, "_meet", meet)
+
+
+def a_row_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lane_product, "UNROLLED", 5)
+    real = lane_product.LaneProduct._turn
+
+    def turn(self, left, right, start, count, held):
+        return real(self, left, right, start, max(1, count - (count == 4)), held)
+
+    monkeypatch.setattr(lane_product.LaneProduct, "_turn", turn)
+
+
+FAULTS = [strides_off, a_tail_lost, groups_off, a_lane_too_few, a_row_left_out]
+
+
+@pytest.mark.parametrize("fault", FAULTS)
+def test_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypatch: pytest.MonkeyPatch) -> None:
+    given = inputs(CELLS["layer norm"], 3, 6, 19, torch.float64)
+    rec = recurrence(CELLS["layer norm"].step, *given)
+    assert_same(LanesCore(rec, 8, 4), rec, 3, *given, rtol=1e-12, atol=1e-12)
+    fault(monkeypatch)
+    with pytest.raises(AssertionError):
+        assert_same(LanesCore(rec, 8, 4), rec, 3, *given, rtol=1e-12, atol=1e-12)
+
+
+def test_a_wait_that_is_never_planned_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(kernel.WaitPlanner, "_clash", lambda self, *args: False)
+    with pytest.raises(AssertionError, match="lanes meet"):
+        unneeded_waits(written(cell("lstm")[0]))
+
+
+def test_a_loop_whose_lanes_never_meet_has_no_wait() -> None:
+    given: Given = [torch.randn(5, 9)], [torch.randn(4, 5, 9)], [torch.randn(5, 9)]
+    rec = recurrence(
+        lambda inv, xs, carry: {"carry": [carry[0] * inv[0].sigmoid() + xs[0]], "outs": [carry[0].tanh()]}, *given
+    )
+    core = LanesCore(rec, 8, 2, "random")
+    assert core.text.barriers == 0
+    assert_same(core, rec, 4, *given)
+
+
+def test_lanes_that_a_device_has_not_are_refused() -> None:
+    with pytest.raises(Unsupported, match="2048 lanes"):
+        written(cell("rnn")[0], 2048)

@@ -1,0 +1,216 @@
+"""What each lane of a group touches between two waits, element by element, and whether lanes meet in it.
+
+It goes by how lanes share units and by where buffers lie, and knows nothing of how waits were planned.
+"""
+
+import math
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple, TypeGuard
+
+import torch
+
+from tensorloop.compiler.emitter.device.kernel import KernelWriter
+from tensorloop.compiler.emitter.device.lanes import LaneShare, walking_order
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
+from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.write.fuse import WalkGroup
+
+TURNS = 4
+
+
+class Access(NamedTuple):
+    """Elements of an array that a lane reads or writes."""
+
+    lane: int
+    buffer: Region
+    elements: list[int]
+    writes: bool
+
+
+def unneeded_waits(writer: KernelWriter) -> list[str]:
+    """Waits of a kernel without which no two lanes meet; AssertionError where they meet although they wait."""
+    before, asking, leaving = writer.waits
+    parts = [list(_unit(writer, n)) for n in range(len(writer.units))]
+    assert not _meet(writer, parts, before, asking, leaving), "lanes meet"
+    found = []
+    for n, waits in enumerate(before):
+        if waits and not _meet(writer, parts, [*before[:n], False, *before[n + 1 :]], asking, leaving):
+            found.append(f"before part {n}")
+    if asking and not _meet(writer, parts, before, False, leaving):
+        found.append("before it asks")
+    if leaving and not _meet(writer, parts, before, asking, False):
+        found.append("before the last carry")
+    return found
+
+
+def _meet(
+    writer: KernelWriter, parts: Sequence[list[Access]], before: Sequence[bool], asking: bool, leaving: bool
+) -> bool:
+    """Whether one lane writes what another one touches before they have waited."""
+    step, since = writer.step, _Since(writer)
+    for n in writer.pairs:
+        since.all(_copy(writer, step.carry[n], step.next[n].buffer, writes=True), -1)
+    for turn in range(TURNS):
+        for part, waits in zip(parts, before, strict=True):
+            if waits:
+                since.clear()
+            since.all(part, turn)
+        if step.going is not None:
+            if asking:
+                since.clear()
+            box = _box(step.going, [range(size) for size in step.going.shape])
+            since.all([Access(lane, step.going.buffer, box, False) for lane in range(writer.lanes)], turn)
+    if leaving:
+        since.clear()
+    for array in step.carry:
+        since.all(_copy(writer, array, array.buffer, writes=False), TURNS)
+    return since.met
+
+
+class _Since:
+    """Who has touched which element since the last wait."""
+
+    def __init__(self, writer: KernelWriter) -> None:
+        self.writer, self.met = writer, False
+        self.readers: dict[object, set[int]] = {}
+        self.writers: dict[object, int] = {}
+
+    def clear(self) -> None:
+        self.readers.clear()
+        self.writers.clear()
+
+    def all(self, accesses: Sequence[Access], turn: int) -> None:
+        for lane, buffer, elements, writes in accesses:
+            key = self._key(buffer, turn)
+            if key is None:
+                continue
+            for element in self._bytes(buffer, elements):
+                place = key, element
+                self.met |= self.writers.get(place, lane) != lane
+                if writes:
+                    self.met |= bool(self.readers.get(place, {lane}) - {lane})
+                    self.writers[place] = lane
+                else:
+                    self.readers.setdefault(place, set()).add(lane)
+
+    def _bytes(self, buffer: Region, elements: list[int]) -> list[int]:
+        if buffer not in self.writer.offsets:
+            return elements
+        at, size = self.writer.offsets[buffer], buffer.dtype.itemsize
+        return [at + size * element + n for element in elements for n in range(size)]
+
+    def _key(self, buffer: Region, turn: int) -> object:
+        """Which memory it is at this step; None for what no step writes."""
+        if buffer.kind == "carry":
+            after = self.writer.step.next[buffer.index].buffer
+            return (
+                ("pair", buffer.index, (turn + 1) % 2) if after.kind == "next" else (after.kind, after.index, turn - 1)
+            )
+        if buffer.kind == "next":
+            return "pair", buffer.index, turn % 2
+        if buffer.kind in ("out", "sum"):
+            return buffer.kind, buffer.index, turn if buffer.kind == "out" else 0
+        return "scratch" if buffer in self.writer.offsets else None
+
+
+def _copy(writer: KernelWriter, array: Array, buffer: Region, *, writes: bool) -> list[Access]:
+    """A carry copied, by neighbours."""
+    if not array.numel:
+        return []
+    rows = writer.rows
+    count = (
+        array.numel // rows.count * rows.share if rows is not None and writer.has_rows(array.buffer) else array.numel
+    )
+    return [Access(n % writer.lanes, buffer, [n], writes) for n in range(count)]
+
+
+def _box(array: Array, ranges: Sequence[Sequence[int]], more: Sequence[tuple[int, int]] = ()) -> list[int]:
+    """The elements at these indices; `more` are further sizes and strides."""
+    found = torch.tensor([array.offset])
+    dims = [*((list(one), step) for one, step in zip(ranges, array.strides, strict=True))]
+    dims += [(list(range(size)), step) for size, step in more]
+    for numbers, step in dims:
+        found = (found[:, None] + torch.tensor(numbers, dtype=torch.int64) * step).flatten()
+    return found.tolist()
+
+
+def _unit(writer: KernelWriter, n: int) -> Iterator[Access]:
+    """What each lane touches in a unit."""
+    unit, share, dim = writer.units[n], writer.shares[n], writer.dims[n]
+    if share.by == "first":
+        for array in (*unit.reads(), *unit.writes()):
+            whole = _box(array, [range(size) for size in array.shape])
+            yield Access(0, array.buffer, whole, array in unit.writes())
+        return
+    for lane, index in _elements(writer, share):
+        if isinstance(unit, WalkGroup):
+            yield from _walk(writer, unit, share, lane, index, dim)
+        elif isinstance(unit, Matmul):
+            yield from _product(writer, unit, share, lane, index, dim)
+        else:
+            assert isinstance(unit, Scatter | Running)
+            array = unit.index if isinstance(unit, Scatter) else unit.array
+            line = {**index, unit.dim: range(array.shape[unit.dim])}
+            for one in unit.reads():
+                yield Access(lane, one.buffer, _at(one, {**line, unit.dim: range(one.shape[unit.dim])}), False)
+            out = {**line, unit.dim: range(unit.out.shape[unit.dim])}
+            yield Access(lane, unit.out.buffer, _at(unit.out, out), True)
+
+
+def _at(array: Array, index: dict[int, range], more: Sequence[tuple[int, int]] = ()) -> list[int]:
+    return _box(array, [index[d] for d in range(len(array.shape))], more)
+
+
+def _elements(writer: KernelWriter, share: LaneShare) -> Iterator[tuple[int, dict[int, range]]]:
+    """The first lane that has an element of the first group, and the element."""
+    sizes = list(share.sizes)
+    if share.rows and writer.rows is not None:
+        sizes[0] = sizes[0] * writer.rows.share // writer.rows.count
+    for number in range(math.prod(sizes)):
+        index, rest = {}, number
+        for d, size in reversed([*zip(share.order, sizes, strict=True)]):
+            rest, place = divmod(rest, size)
+            index[d] = range(place, place + 1)
+        yield number % (writer.lanes // share.team) * share.team, index
+
+
+def _walk(
+    writer: KernelWriter, unit: WalkGroup, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
+) -> Iterator[Access]:
+    reduced = [d for d in walking_order(unit, dim) if d in unit.over]
+    for number in range(math.prod(unit.space[d] for d in reduced)):
+        here, rest = dict(index), number
+        for d in reversed(reduced):
+            rest, place = divmod(rest, unit.space[d])
+            here[d] = range(place, place + 1)
+        for walk in unit.walks:
+            for array in walk.reads():
+                more = zip(walk.sizes, walk.steps, strict=True) if _gathers(walk, array) else ()
+                if array.buffer.kind != "scratch" or array.buffer in writer.stored:
+                    yield Access(lane + number % share.team, array.buffer, _at(array, here, [*more]), False)
+            if not isinstance(walk, Reduce) and (walk.out.buffer.kind != "scratch" or walk.out.buffer in writer.stored):
+                yield Access(lane + number % share.team, walk.out.buffer, _at(walk.out, here), True)
+    first = {d: index.get(d, range(1)) for d in range(len(unit.space))}
+    for walk in unit.walks:
+        if isinstance(walk, Reduce):
+            yield Access(lane, walk.out.buffer, _at(walk.out, first), True)
+
+
+def _gathers(walk: object, array: Array) -> TypeGuard[Gather]:
+    return isinstance(walk, Gather) and array is walk.source
+
+
+def _product(
+    writer: KernelWriter, unit: Matmul, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
+) -> Iterator[Access]:
+    m, n = len(unit.out.shape) - 2, len(unit.out.shape) - 1
+    block = {**index, m: range(index[m].start * share.tall, index[m].stop * share.tall)}
+    depth = range(unit.a.shape[-1])
+    if dim == n + 1 and writer.rows is not None:
+        depth = range(writer.rows.share)
+    yield Access(lane, unit.a.buffer, _at(unit.a, {**block, n: depth}), False)
+    if unit.b not in writer.packed:
+        yield Access(lane, unit.b.buffer, _at(unit.b, {**block, m: depth}), False)
+    if unit.addend is not None:
+        yield Access(lane, unit.addend.buffer, _at(unit.addend, block), False)
+    yield Access(lane, unit.out.buffer, _at(unit.out, block), True)
