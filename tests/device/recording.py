@@ -13,8 +13,10 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._python_dispatch import _disable_current_modes
 from torch.utils._pytree import tree_leaves, tree_map
+
+from tensorloop._torch.dispatch import MemoryMode
 
 WITHOUT_LAUNCH = {"empty", "empty_strided", "new_empty", "new_empty_strided", "empty_like", "set_", "record_stream"}
 CUDA = torch.device("cuda").type
@@ -63,8 +65,11 @@ def place(stream: Any) -> tuple[int, int]:
     return stream.device_index, stream.stream_id
 
 
-class Recorder(TorchDispatchMode):
-    """Writes down what its thread, and autograd for it, does on tensors of a device."""
+class Recorder(MemoryMode):
+    """Writes down what its thread, and autograd for it, does on tensors of a device.
+
+    On a device nobody sees that something records: so it is of the modes that may be around a compiled loop.
+    """
 
     def __init__(self, graph: "Graph", mode: str) -> None:
         super().__init__()
