@@ -16,6 +16,7 @@ from tensorloop.packed.base import Handler, Packed, PackedView, check_same_rows,
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.heads_as_rows import join_heads, part_heads
 from tensorloop.packed.layout import ViewLayout, layout_of, see, turn_back, unwrap
+from tensorloop.packed.relative import skew
 from tensorloop.packed.size import RaggedSize
 
 _ALL = slice(None)
@@ -155,6 +156,7 @@ def reshape(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
         p = unwrap(input)
         return see(p._with(p.values.view(given[0])), *layout_of(input)[:2])
     found = regroup(input, given)
+    found = skew(input, given) if found is None else found
     if found is None:
         raise refusal(
             f"{input.shape} as {given} mixes the batch or the ragged dim with features",
@@ -271,6 +273,20 @@ def _regroup_values(p: Packed, have: list[Any], want: list[Any], behind: int, he
     return p._with(p.values.reshape(len(p.values), *(n for s in want for n in s)))
 
 
+def pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+    """F.pad of features, with a number."""
+    layout = layout_of(input)
+    sizes = dict(zip(range(layout.ndim - 1, -1, -1), zip(pad[::2], pad[1::2], strict=True), strict=False))
+    if mode != "constant" or any(n for d in layout[:2] for n in sizes.get(d, ())):
+        raise refusal(
+            f"{tuple(pad)} of {input.shape}, mode {mode!r}", "pad features with a number, or x.transpose it back"
+        )
+    features = [d for d in range(layout.ndim - 1, -1, -1) if d not in layout[:2] and d in sizes]
+    p = unwrap(input)
+    values = torch.nn.functional.pad(p.values, [n for d in features for n in sizes[d]], value=value)
+    return see(p._with(values), *layout[:2])
+
+
 # -- indices
 
 
@@ -326,5 +342,5 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("view_as", "reshape_as"), view_as),
     **dict.fromkeys(("repeat", "tile"), repeat),
     **{"permute": permute, "unsqueeze": unsqueeze, "squeeze": squeeze, "expand": expand, "expand_as": expand_as},
-    **{"stack": stack, "flatten": flatten, "unflatten": unflatten, "__getitem__": _index_table},
+    **{"stack": stack, "flatten": flatten, "unflatten": unflatten, "pad": pad, "__getitem__": _index_table},
 }
