@@ -20,8 +20,9 @@ import gc
 import inspect
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
+from typing import Any
 
 import hypothesis
 import pytest
@@ -90,12 +91,12 @@ def pytest_configure(config: pytest.Config) -> None:
         hypothesis.settings.load_profile("few")
 
 
-def on_the_device(run: Callable[[threading.Thread], None]) -> Callable[[threading.Thread], None]:
+def on_the_device(run: Any) -> Any:
     """A thread that begins where the tests run: torch's default device is of one thread alone."""
 
-    def begin(thread: threading.Thread) -> None:
+    def begin(self: threading.Thread) -> None:
         torch.set_default_device("cuda")
-        run(thread)
+        run(self)
 
     return begin
 

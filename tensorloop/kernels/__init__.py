@@ -56,7 +56,7 @@ TABLE = {
     "segment_softmax": KernelEntry("segment_reductions", cpu=SINGLE, cuda=REAL),  # 16 : 39
     "segment_softmax_grad": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 13 : 42
     "segment_cumsum": KernelEntry("segment_reductions", cpu=REAL, cuda=REAL),  # 11 : 320
-    "edit_distance": KernelEntry("edits", cpu=TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens each
+    "edit_distance": KernelEntry("edits", cpu=TOKENS, cuda=TOKENS),  # 1.2 : 79, one thread, 2048 pairs of 40 tokens
     "edit_cost": KernelEntry("edits", cpu=TOKENS),  # 7.5 : 80
     "edit_paths": KernelEntry("edits", cpu=TOKENS),  # 16 : 170
     "ctc_loss": KernelEntry("ctc", cpu=SINGLE),  # 39 : 210, one thread, 16 rows of 100 to 1000 frames, 128 classes

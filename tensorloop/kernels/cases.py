@@ -20,6 +20,7 @@ Numbers = Callable[..., Tensor]  # of a shape
 
 _MOVED = ([0, 3, 40, 1, 0], 1), ([2, 0, 9], 6), ([5, 1], 33), ([3, 1], 4), ([1, 2], 8), ([], 3), ([4], 0)
 _SLOTS = (5, 4, 1), (3, 9, 6), (2, 2, 33), (2, 3, 4), (2, 3, 8), (1, 0, 2)
+_EDITS = ([0, 3, 70, 1], [2, 40]), ([7, 0, 2], [9, 0, 2]), ([5, 4, 0], [0]), ([], [3]), ([], [])
 _REDUCED = ([0, 3, 270, 1, 0], 1), ([2, 0, 40], 5), ([9, 0, 20, 1], 33), ([], 3), ([4, 2], 0)
 
 
@@ -32,6 +33,8 @@ def cases(operation: str, dtype: torch.dtype) -> Iterator[tuple[Any, ...]]:
         yield from (([numbers(n, width) for width in moves.sources], moves) for moves in tables for n in (3, 0))
     elif operation in ("write_rows", "take_rows"):
         yield from (slots(operation, *sizes, numbers) for sizes in _SLOTS)
+    elif operation == "edit_distance":
+        yield from (edits(*lens, numbers) for lens in _EDITS)
     else:
         reduced = operation.startswith("segment_")
         for lens, features in _REDUCED if reduced else _MOVED:
@@ -94,6 +97,11 @@ def slots(operation: str, n: int, batch: int, features: int, numbers: Numbers) -
     rows = torch.arange(batch, device="cpu")
     values, pos, where = numbers(n, batch, features), rows * 7 % n, rows % 3 != 1
     return (values, pos, numbers(batch, features), where) if operation == "write_rows" else (values, pos, where)
+
+
+def edits(lens: Sequence[int], others: Sequence[int], numbers: Numbers) -> tuple[Tensor, ...]:
+    """Rows of a few tokens, and those that they meet."""
+    return numbers(sum(lens)) % 5, offsets_of(lens), numbers(sum(others)) % 5, offsets_of(others)
 
 
 def some_moves() -> Moves:

@@ -21,7 +21,7 @@ import tensorloop.cuda as facade
 TESTS = Path(__file__).parents[1]
 ROOT = TESTS.parent
 KERNELS = {"_pack", "_pad", "_spread", "_gather", "_write", "_sum", "_extreme", "_logsumexp", "_softmax"}
-KERNELS |= {"_softmax_grad", "_logsumexp_grad", "_extreme_grad", "_cumsum", "_take", "_move", "_poke"}
+KERNELS |= {"_softmax_grad", "_logsumexp_grad", "_extreme_grad", "_cumsum", "_take", "_move", "_poke", "_edits"}
 
 
 def python(*arguments: str, **environment: str) -> subprocess.CompletedProcess[str]:

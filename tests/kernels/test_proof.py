@@ -59,7 +59,7 @@ def test_a_kernel_that_is_right_is_taken(offered: Offered) -> None:
     for dtype in (torch.float32, torch.float64):
         assert kernels.find("segment_sum", X.to(dtype)) is right
     assert kernels.find("segment_sum", X.half()) is kernel("eager", "segment_sum"), "no kernel for this dtype"
-    assert kernels.find("edit_distance", X.long()) is kernel("eager", "edit_distance"), "nor for this operation"
+    assert kernels.find("edit_cost", X.long()) is kernel("eager", "edit_cost"), "nor for this operation"
 
 
 def test_it_is_tried_once(offered: Offered) -> None:

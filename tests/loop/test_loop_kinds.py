@@ -13,6 +13,7 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop, with_known_rows
 from tensorloop.loop.stopped_rows import ActiveRows
 from tensorloop.packed import Dim
+from tests.support.devices import HERE
 
 ROWS = torch.tensor([1.0, 4.0, 9.0])
 
@@ -64,8 +65,8 @@ def test_no_step_is_allowed_and_the_condition_says_what_is_counted() -> None:
 
 def test_known_rows_that_are_all_alike_need_no_loop_of_their_own() -> None:
     loop = Loop("scan", halve, ROWS, 2)
-    assert with_known_rows(loop, ActiveRows.known(Dim("rows", [2, 2, 2]))) is loop
-    other = with_known_rows(loop, ActiveRows.known(Dim("rows", [2, 1, 2])))
+    assert with_known_rows(loop, ActiveRows.known(Dim("rows", [2, 2, 2]).to(HERE))) is loop
+    other = with_known_rows(loop, ActiveRows.known(Dim("rows", [2, 1, 2]).to(HERE)))
     assert isinstance(other, RowsLoop)
     ended, state = run(other)
     assert ended.finish(state).tolist() == [0.25, 2, 2.25]
@@ -76,7 +77,7 @@ def test_known_rows_that_are_all_alike_need_no_loop_of_their_own() -> None:
 def test_what_is_replayed_is_another_loop(rows: bool) -> None:
     loop: Loop = Loop("scan", halve, ROWS, 2)
     if rows:
-        loop = with_known_rows(loop, ActiveRows.known(Dim("rows", [2, 1, 2])))
+        loop = with_known_rows(loop, ActiveRows.known(Dim("rows", [2, 1, 2]).to(HERE)))
     before = dict(vars(loop))
     told: list[Any] = []
 

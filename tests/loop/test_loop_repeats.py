@@ -14,7 +14,7 @@ from torch.autograd import grad
 
 import tensorloop as tl
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
-from tests.support.devices import HERE
+from tests.support.devices import HERE, ON
 from tests.support.loop_cases import randn, rotate
 
 STEPS = 6
@@ -276,7 +276,7 @@ def normed(w: Tensor) -> nn.Module:
     [
         (draws_from_numpy, "NumPy's random"),
         (draws_from_python, "Python's random"),
-        (evaluated, "torch's generator"),
+        (evaluated, "torch's generator" + ("" if HERE.type == "cpu" else f" of {ON}")),
         (normed, ""),
     ],
 )

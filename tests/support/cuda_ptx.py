@@ -12,10 +12,10 @@ import tensorloop_cuda
 import torch
 from numba import typeof
 from numba.cuda import dispatcher
-from tensorloop_cuda import moves, rows, segment_reductions
+from tensorloop_cuda import edits, moves, rows, segment_reductions
 from tensorloop_cuda.target import cuda
 
-from tests.support.cuda_cases import MOVED, REDUCED, arguments, some_moves
+from tests.support.cuda_cases import MOVED, REDUCED, arguments, offsets_of, some_moves
 
 CAPABILITY = int(sys.argv[1]), int(sys.argv[2])
 found: dict[str, str] = {}
@@ -31,7 +31,7 @@ def compile_instead(kernel: Any, like: torch.Tensor, blocks: int, shape: Any, *a
 def main() -> None:
     # device functions ask for the device at hand, which need not be there to compile for it
     setattr(dispatcher, "get_current_device", lambda: SimpleNamespace(compute_capability=CAPABILITY))  # noqa: B010
-    for module in (moves, rows, segment_reductions):
+    for module in (edits, moves, rows, segment_reductions):
         setattr(module, "launch", compile_instead)  # noqa: B010
     for operation in MOVED:
         for dtype, features in ((torch.uint8, 3), (torch.float16, 3), (torch.float32, 3), (torch.float64, 4)):
@@ -46,6 +46,7 @@ def main() -> None:
     at = torch.zeros(2, dtype=torch.int64), torch.zeros(2, 3), torch.ones(2, dtype=torch.bool)
     tensorloop_cuda.write_rows(torch.zeros(4, 2, 3), *at)
     tensorloop_cuda.take_rows(torch.zeros(4, 2, 3), at[0], at[2])
+    tensorloop_cuda.edit_distance(at[0], offsets_of([2]), at[0], offsets_of([2]))
     json.dump(found, sys.stdout)
 
 

@@ -336,3 +336,33 @@ def test_slots_of_more_dims_and_none() -> None:
 def test_what_has_no_memory_is_refused() -> None:
     with pytest.raises(TypeError, match="kernels read numbers in memory, and a Tensor on meta has none here"):
         tensorloop_cuda.spread_rows(torch.ones(2, 3, device="meta"), offsets_of([1, 1]), 2)
+
+
+# ---- edit distances
+
+
+@given(
+    b=st.lists(st.integers(0, 6), max_size=3),
+    each=st.integers(1, 2),
+    a=st.lists(st.integers(0, 9), min_size=6, max_size=6),
+    seed=st.integers(0, 1000),
+)
+@settings(max_examples=25)
+def test_edit_distances(b: list[int], each: int, a: list[int], seed: int) -> None:
+    torch.manual_seed(seed)
+    a = a[: each * len(b)]
+    args = torch.randint(3, (sum(a),)), offsets_of(a), torch.randint(3, (sum(b),)), offsets_of(b)
+    assert torch.equal(tensorloop_cuda.edit_distance(*args), kernel("eager", "edit_distance")(*args))
+
+
+@pytest.mark.parametrize("wrong", [[0, 9, 3], [-5, 2, 40], [7, 7, 7], [3, 0, 3]])
+def test_edit_distances_of_wrong_offsets_touch_nothing_else(wrong: list[int]) -> None:
+    memory = torch.full((2 * GUARD + 7,), -1)
+    tokens, offsets = memory[GUARD:-GUARD], torch.tensor(wrong)
+    tokens[:] = torch.arange(7)
+    for args in ((tokens, offsets, tokens, offsets_of([3, 4])), (tokens, offsets_of([3, 4]), tokens, offsets)):
+        assert tensorloop_cuda.edit_distance(*args).shape == (2,)
+    assert (memory[:GUARD] == -1).all()
+    assert (memory[-GUARD:] == -1).all()
+    with pytest.raises(ValueError, match="3 rows of a cannot be shared among 2 rows of b"):
+        tensorloop_cuda.edit_distance(tokens, offsets_of([1, 2, 3]), tokens, offsets_of([1, 2]))
