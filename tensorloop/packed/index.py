@@ -24,8 +24,10 @@ def _is_whole(k: slice) -> bool:
 
 def getitem(p: Packed, key: Any) -> Any:
     """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
-    if is_packed(key) or (isinstance(key, tuple) and any(is_packed(k) for k in key)):
-        return _select_by_mask(p, key)
+    if (mask := find_mask(p, key)) is not None:
+        return p.values[mask]
+    if any(is_packed(k) for k in (key if isinstance(key, tuple) else (key,))):
+        raise refusal("a packed index must be one bool tensor", "use .values of both")
     if _adds_dims_before(key):
         return reordered_shapes.index(p, key)
     rows, times, features = _split_key(p, key)
@@ -89,12 +91,18 @@ def _index_features(values: Tensor, key: tuple[Any, ...]) -> Tensor:
     return values[(_ALL, *key)] if key else values
 
 
-def _select_by_mask(p: Packed, key: Any) -> Tensor:
-    """p[mask]: the entries (M, *F) where a packed bool tensor is true."""
-    if isinstance(key, tuple) or key.values.dtype is not torch.bool:
-        raise refusal("a packed index must be one bool tensor", "use .values of both")
-    check_same_rows(p, key)
-    return p.values[key.values]
+def find_mask(p: Packed, key: Any) -> Tensor | None:
+    """A bool index of entries, packed or (B, T, ..) for the longest row, as one of the values; None if it is none."""
+    if is_packed(key) and key.values.dtype is torch.bool:
+        check_same_rows(p, key)
+        return key.values
+    if not isinstance(key, Tensor) or key.dtype is not torch.bool or key.dim() < 2:
+        return None
+    dim = p._dim
+    wanted = len(dim), dim.max_len, *p.values.shape[1 : key.dim() - 1]
+    if tuple(key.shape) != wanted:
+        raise WrongIndex(f"a mask of the entries of {p.shape} must be {wanted}, got {tuple(key.shape)}")
+    return segments.pack(key, dim._offsets, dim.total)
 
 
 def _find_row(p: Packed, b: int) -> int:

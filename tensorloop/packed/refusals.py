@@ -56,7 +56,7 @@ _BEGINNINGS: dict[str, str] = {
     **dict.fromkeys(
         ("conv1d", "conv_transpose1d", "max_pool1d", "avg_pool1d", "adaptive_avg_pool1d", "adaptive_max_pool1d"), _CONV
     ),
-    "conv": "windows over time and a feature dim are not there; conv1d takes p.transpose(1, 2)",
+    "conv": "conv1d takes p.transpose(1, 2), and conv2d takes p.unsqueeze(1), (B, 1, T*, F)",
     "scatter": _WRITTEN,
     "index_": _WRITTEN,
     "fft_": "over a feature dim give it .values; over the ragged dim padding would change every number: " + _ROWS,

@@ -70,8 +70,11 @@ _FACTS = (
 _TIME_FIRST: dict[str, str] = dict.fromkeys(
     ("lstm", "gru", "rnn_tanh", "rnn_relu"), "make the layer with batch_first=True and give it the packed tensor itself"
 )
-_CHANNELS_FIRST = ViewLayout(0, 2, 3)
+# Of (B, C, T*) and of (B, C, T*, F).
 _OF_CHANNELS: dict[str, Handler] = {}
+_OF_IMAGES: dict[str, Handler] = {}
+_TABLES = {ViewLayout(0, 2, 3): _OF_CHANNELS, ViewLayout(0, 2, 4): _OF_IMAGES}
+_OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})  # which are dim 1 there, and behind time in a packed tensor
 
 
 class Reordered(PackedView):
@@ -195,11 +198,16 @@ _pytree.register_pytree_node(
 )
 
 
-def takes_channels_first(*names: str) -> Any:
-    """Puts a function into the table of (B, C, T*): it gets packed tensors (B, T*, C), and what it gives is turned."""
+def takes_channels_first(*names: str, images: bool | None = False) -> Any:
+    """Puts a function into the table of (B, C, T*): it gets packed tensors (B, T*, C), and what it gives is turned.
+
+    `images`: it is of (B, C, T*, F) instead; None is for both.
+    """
+    tables = {False: [_OF_CHANNELS], True: [_OF_IMAGES], None: [_OF_CHANNELS, _OF_IMAGES]}[images]
 
     def add(handler: Handler) -> Handler:
-        _OF_CHANNELS.update(dict.fromkeys(names, handler))
+        for table in tables:
+            table.update(dict.fromkeys(names, handler))
         return handler
 
     return add
@@ -246,7 +254,7 @@ _ON_VIEWS: dict[str, Handler] = {
 
 
 def _is_taken(name: str) -> bool:
-    known = any(name in table for table in (_OF_CHANNELS, _ON_VIEWS, _ALONG, _ALIKE, _LAST))
+    known = name in _OF_CLASSES or any(name in table for table in (*_TABLES.values(), _ON_VIEWS, _ALONG, _ALIKE, _LAST))
     return known or is_pointwise(name)
 
 
@@ -256,10 +264,12 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     try:
         if not is_recording():
             refuse_lost_gradient((*args, *kwargs.values()))
-        if name in _OF_CHANNELS and _is_channels_first(args, kwargs):
+        if (layout := _find_table(name, args, kwargs)) is not None:
             # No comprehension: the dynamo of torch 2.11 fails at one where the graph breaks, on Python 3.12.
             args, kwargs = unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True))
-            return _turn_channels(_run_in_table(name, func, args, kwargs))
+            return _turn_channels(_run_in_table(_TABLES[layout][name], func, args, kwargs), layout)
+        if name in _OF_CLASSES and all(layout_of(x)[:2] == (0, 2) for x in args if isinstance(x, PackedView)):
+            return dispatch(func, unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True)))
         if name in _ON_VIEWS:
             return _ON_VIEWS[name](func, *args, **kwargs)
         if name in ("max", "min") and _is_of_two(args, kwargs):
@@ -277,19 +287,26 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @runs_kernels
-def _run_in_table(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    return _OF_CHANNELS[name](func, *args, **kwargs)
+def _run_in_table(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return handler(func, *args, **kwargs)
 
 
-def _is_channels_first(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
-    return all(layout_of(x) == _CHANNELS_FIRST for x in (*args, *kwargs.values()) if isinstance(x, PackedView))
+def _find_table(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ViewLayout | None:
+    """The layout that all views have, if there is a table for it that has the function."""
+    if not any(name in table for table in _TABLES.values()):
+        return None
+    layouts = {layout_of(x) for x in (*args, *kwargs.values()) if isinstance(x, PackedView)}
+    if len(layouts) != 1:
+        return None
+    layout = layouts.pop()
+    return layout if name in _TABLES.get(layout, ()) else None
 
 
-def _turn_channels(out: Any) -> Any:
-    """Results of the table: of three dims channels first, what has no channels as it is."""
-    if is_packed(out) and out.ndim != 3:
+def _turn_channels(out: Any, layout: ViewLayout) -> Any:
+    """Results of a table: of as many dims as the view in its order, what has no channels as it is."""
+    if is_packed(out) and out.ndim != layout.ndim:
         return out
-    return turn_back(out, _CHANNELS_FIRST) if not isinstance(out, Tensor) or out.dim() == 3 else out
+    return turn_back(out, layout) if not isinstance(out, Tensor) or out.dim() == layout.ndim else out
 
 
 def _is_of_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:

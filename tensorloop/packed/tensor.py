@@ -30,7 +30,7 @@ from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute
-from tensorloop.packed.time import convolution, pooling, resampling, spectrum, statistics
+from tensorloop.packed.time import convolution, images, pooling, resampling, spectrum, statistics
 from tensorloop.packed.tree import register
 from tensorloop.packed.writes import setitem
 
@@ -38,7 +38,7 @@ __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
 # Loaded for the operations that they put into the table.
 _TABLES = features, joins, losses, norms, pieces, reduce, rnn, shape, sort, _views, _scores
-_TIME_TABLES = convolution, pooling, resampling, spectrum, statistics
+_TIME_TABLES = convolution, images, pooling, resampling, spectrum, statistics
 
 
 def _operator(name: str) -> Callable[..., Any]:

@@ -5,10 +5,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.errors import WrongIndex
-from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
-from tensorloop.packed.index import getitem
+from tensorloop.packed.base import Packed, is_packed, refusal
+from tensorloop.packed.index import find_mask, getitem
 from tensorloop.packed.pointwise import align, check_partner
 
 
@@ -19,6 +17,8 @@ def setitem(p: Packed, key: Any, value: Any) -> None:
             raise refusal("a packed tensor where a mask is true", "use torch.where(mask, value, p)")
         p.values[mask] = value
         return
+    if any(k is None for k in (key[:2] if isinstance(key, tuple) else (key,))):
+        raise refusal("None before the ragged dim", "leave it out, and write value without that dim")
     if _gives_view(p, key):
         there = getitem(p, key)
         target = there.values if is_packed(there) else there
@@ -30,20 +30,6 @@ def setitem(p: Packed, key: Any, value: Any) -> None:
     places = there.values if is_packed(there) else there
     given = torch.as_tensor(_find_beside(value, there), dtype=p.values.dtype, device=p.values.device)
     p.values.put_(places, given.expand(places.shape))
-
-
-def find_mask(p: Packed, key: Any) -> Tensor | None:
-    """A bool index of entries, packed or (B, T, ..) for the longest row, as one of the values; None if it is none."""
-    if is_packed(key) and key.values.dtype is torch.bool:
-        check_same_rows(p, key)
-        return key.values
-    if not isinstance(key, Tensor) or key.dtype is not torch.bool or key.dim() < 2:
-        return None
-    dim = p._dim
-    wanted = len(dim), dim.max_len, *p.values.shape[1 : key.dim() - 1]
-    if tuple(key.shape) != wanted:
-        raise WrongIndex(f"a mask of the entries of {p.shape} must be {wanted}, got {tuple(key.shape)}")
-    return segments.pack(key, dim._offsets, dim.total)
 
 
 def _gives_view(p: Packed, key: Any) -> bool:

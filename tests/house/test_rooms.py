@@ -165,7 +165,7 @@ INNER_DOORS = {
     *(f"compiler.emitter.write.{name}" for name in ("matrices", "memory", "rows", "scratch", "walk_body")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *(f"packed.time.{name}" for name in ("convolution", "padding", "pooling", "resampling")),
-    *("packed.time.spectrum", "packed.time.statistics"),
+    *("packed.time.images", "packed.time.spectrum", "packed.time.statistics"),
     "memory.counting.storages",
     *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "picture")),
     *("memory.report.result", "memory.report.timeline", "memory.scaling.measure"),

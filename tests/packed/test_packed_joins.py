@@ -9,37 +9,10 @@ import torch.nn.functional as F
 from torch import nn
 
 from tensorloop.packed import Dim, PackedTensor
+from tests.support.rows_alone import assert_as_rows_alone, packed
 
 LENS = [[3, 0, 1, 5], [1, 1], [4], [0, 0], []]
 Model = Callable[..., Any]
-
-
-def packed(lens: list[int], *features: int) -> PackedTensor:
-    return PackedTensor(torch.randn(sum(lens), *features, dtype=torch.float64), torch.tensor(lens, dtype=torch.int64))
-
-
-def assert_as_rows_alone(model: Model, lens: list[int], *features: int, beside: tuple[Any, ...] = ()) -> None:
-    """Values and gradients of `model(x, *beside)` are those of each row; `beside` is packed, or a row for each."""
-    x = packed(lens, *features).requires_grad_()
-    out = model(x, *beside)
-    outs = out if isinstance(out, tuple) else (out,)
-    seeds = [torch.randn_like(y.values if isinstance(y, PackedTensor) else y) for y in outs]
-    total = sum((y.values if isinstance(y, PackedTensor) else y).mul(s).sum() for y, s in zip(outs, seeds, strict=True))
-    total = total + 0 * x.values.sum()
-    (grad,) = torch.autograd.grad(total, x.values)
-    found = [y.unbind() if isinstance(y, PackedTensor) else y for y in outs]
-    parts = [y._with(s).unbind() if isinstance(y, PackedTensor) else s for y, s in zip(outs, seeds, strict=True)]
-    assert all(len(rows) == len(lens) for rows in found)
-    for b, row in enumerate(x.unbind()):
-        alone = row.detach().unsqueeze(0).requires_grad_()
-        given = [y[b].unsqueeze(0) for y in beside]
-        want = model(alone, *given)
-        wants = want if isinstance(want, tuple) else (want,)
-        for rows, expected in zip(found, wants, strict=True):
-            torch.testing.assert_close(rows[b], expected[0].detach(), check_dtype=True)
-        loss = sum((y[0] * s[b]).sum() for y, s in zip(wants, parts, strict=True)) + 0 * alone.sum()
-        torch.testing.assert_close(PackedTensor(grad, lens)[b], torch.autograd.grad(loss, alone)[0][0])
-
 
 each_lens = pytest.mark.parametrize("lens", LENS, ids=str)
 TOKEN = torch.randn(1, 1, 3, dtype=torch.float64)

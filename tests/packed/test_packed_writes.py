@@ -150,6 +150,7 @@ REFUSED: dict[str, tuple[Callable[[Any], None], type[Exception], str]] = {
     "packed under a mask": (put(MASK, OTHER), TypeError, r"use torch\.where\(mask, value, p\)"),
     "packed in a row": (put(0, OTHER), TypeError, "index it the same way"),
     "other rows": (put((slice(None), slice(1, None)), OTHER), ValueError, "packed tensors of different lens"),
+    "a dim more": (put((slice(None), None), 0), TypeError, "None before the ragged dim"),
     "an index of entries": (put(MASK.long(), 0), TypeError, "a packed index must be one bool tensor"),
     "too many numbers": (
         put((slice(None), slice(0, 2)), torch.ones(3, 3, 4).double()),
@@ -174,3 +175,9 @@ def test_a_leaf_is_not_written():
         p[0] = 0
     with pytest.raises(RuntimeError, match="leaf"):
         p[:, 1:] = 0
+
+
+def test_entries_are_taken_by_a_padded_mask():
+    p = packed(4)
+    assert torch.equal(p[MASK.pad(True)], p[MASK])
+    assert torch.equal(p[(OTHER > 0).pad(True)], p.values[OTHER.values > 0])

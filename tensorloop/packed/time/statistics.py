@@ -13,7 +13,7 @@ from tensorloop.packed.reduce import square, widen
 from tensorloop.packed.reordered import takes_channels_first
 
 
-@takes_channels_first("batch_norm")
+@takes_channels_first("batch_norm", images=None)
 def _batch_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> Packed:
     """Over all entries of all rows; running statistics see no padding either."""
     check_only_first(input, *args, *kwargs.values())
