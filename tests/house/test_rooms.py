@@ -122,7 +122,8 @@ INNER = {
         *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write", "compiler.emitter.lowered"),
     },
     "compiler.targets.ptx": {
-        *(*_CONTRACTS, "compiler.targets.given", "compiler.targets.cpu", "compiler.emitter.device"),
+        *(*_CONTRACTS, "compiler.targets.cpu", "compiler.emitter.device"),
+        *(f"compiler.targets.{name}" for name in ("eager", "given", "proved")),
         *("compiler.emitter.lower", "compiler.emitter.lowered", "compiler.emitter.write"),
     },
     "packed.time": {
@@ -160,7 +161,8 @@ INNER_DOORS = {
     ),
     *("compiler.emitter.lower.pointwise", "compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
     *("compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
-    *(f"compiler.targets.{name}" for name in ("given", "cpu.cache", "cpu.host", "cpu.target", "ptx.target")),
+    *(f"compiler.targets.{name}" for name in ("eager", "given", "proved")),
+    *(f"compiler.targets.{name}" for name in ("cpu.cache", "cpu.host", "cpu.target", "ptx.target")),
     *(f"compiler.emitter.write.{name}" for name in ("bounds", "factorings", "function", "fuse", "in_order", "matmul")),
     *(f"compiler.emitter.write.{name}" for name in ("matrices", "memory", "rows", "scratch", "walk_body")),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),

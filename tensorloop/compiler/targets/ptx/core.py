@@ -12,6 +12,7 @@ from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.step import Core, CoreCall
 from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out
+from tensorloop.compiler.targets.proved import Trial
 from tensorloop.compiler.targets.ptx import driver
 from tensorloop.compiler.targets.ptx.driver import DriverError, LoadedKernel
 
@@ -22,15 +23,14 @@ STATUS = 2  # words: steps done, whether an index was wrong
 class PtxCore:
     """Runs all steps of a call in one launch on torch's current stream, and waits only where a step can end or fail.
 
-    `load` gives the kernel. `below` gives the core that runs instead where the device has no room for a launch; and
-    while a user's graph is recorded, what is not loaded yet or what the host has to read.
+    `load` gives the kernel. `below` is the core that runs instead where the device has no room for a launch; and while
+    a user's graph is recorded, what is not loaded yet or what the host has to read.
     """
 
     called: Sequence[fx.Node] = ()
+    trials = Trial(4, 4), Trial(1, 3)  # one code for all steps, which has carries elsewhere at each of the first three
 
-    def __init__(
-        self, step: LoweredStep, text: DeviceText, load: Callable[[], LoadedKernel], below: Callable[[], Core]
-    ) -> None:
+    def __init__(self, step: LoweredStep, text: DeviceText, load: Callable[[], LoadedKernel], below: Core) -> None:
         self.text, self._load, self._below = text, load, below
         self._device, self._growth = step.source.place.device, step.source.growth
         self._layouts = [(one.shape, one.strides) for one in step.invariants]
@@ -74,13 +74,13 @@ class PtxCore:
             return self._instead(call)
         recorded = torch.cuda.is_current_stream_capturing()
         if recorded and (self._kernel is None or self._reads):
-            return self._below()(call)
+            return self._below(call)
         try:
             return self._launched(self.load(), call, fixed, recorded)
         except DriverError as error:
             if not error.not_run:
                 raise
-            core = self._instead = self._below()
+            core = self._instead = self._below
             warnings.warn(f"a compiled loop goes on another way ({core.way}): {error}", RuntimeWarning, stacklevel=2)
         return core(call)
 

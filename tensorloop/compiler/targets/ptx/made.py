@@ -10,6 +10,8 @@ from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import Core, Step, Unsupported
+from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.proved import Proved
 from tensorloop.compiler.targets.ptx.assemble import arch_of, ptx_of
 from tensorloop.compiler.targets.ptx.core import PtxCore
 from tensorloop.compiler.targets.ptx.driver import CudaDevice, DeviceFacts, DriverError, LoadedKernel, device_of
@@ -43,14 +45,14 @@ MOST_SPILLED = 512  # bytes a lane that the driver's compiler keeps in memory fo
 A100 = DeviceFacts((8, 0), 108, 1024, 163 * 1024)  # whose text is described where there is no device
 
 
-def emit(step: Step, below: Callable[[], Core]) -> PtxCore:
-    """Returns a step as one kernel; `Unsupported` where the text, the device or its driver does not take it."""
+def emit(step: Step, below: Core) -> Core:
+    """Returns a step as one kernel that proves itself when it first runs; raises `Unsupported` where there is none."""
     device, kernels = device_of(step.place.device.index or 0), lowered(step)
     text = text_for(kernels, device.facts)
     core = PtxCore(kernels, text, lambda: _loaded(device, text), below)
     if not torch.cuda.is_current_stream_capturing():  # else it is loaded by the first call that may
         core.load()
-    return core
+    return Proved(core, below, EagerCore(step), step)
 
 
 def describe(step: Step) -> list[str]:

@@ -20,7 +20,7 @@ def is_wanted() -> bool:
 
 
 class PtxTarget:
-    """Makes one kernel of a loop. `below` makes a core of it where the kernel cannot run after all."""
+    """Makes one kernel of a loop. `below` makes the core that runs where the kernel cannot, after all."""
 
     name = "ptx"
     lacks = frozenset[str]()
@@ -35,7 +35,7 @@ class PtxTarget:
 
     def make_core(self, step: Step) -> Core:
         """Returns the step as one kernel."""
-        return ptx.emit(step, lambda: self._below(step))
+        return ptx.emit(step, self._below(step))
 
     def describe(self, step: Step) -> list[str]:
         """Returns what a launch asks of the device, a line each, or why there is none."""

@@ -10,6 +10,7 @@ from torch import Tensor
 from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import value_of
+from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import StepFailed
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Pool
@@ -109,7 +110,11 @@ class GradientSums:
         if self.exact or not (self.coming.missing.carry or self.plan.reached(self.missing).none):
             return True
         every = [*self.carry, *self.sequences.values(), *self.invariants.values()]
-        return all(math.isfinite(x.sum(dtype=_WIDE.get(x.dtype)).item()) for x in every)
+        sums = [x.sum(dtype=_WIDE.get(x.dtype)) for x in every]
+        if len(sums) > 1 and sums[0].device != HOST:  # one wait for the device instead of one each
+            alike = len({x.dtype for x in sums}) == 1
+            return bool(torch.stack(sums if alike else [x.double() for x in sums]).isfinite().all())
+        return all(math.isfinite(x.item()) for x in sums)
 
 
 def room_for(steps: int, value: Tensor, device: torch.device, *, zeros: bool = False) -> Tensor:
