@@ -12,10 +12,11 @@ from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.run import stretches
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.both_ways import check_both
+from tests.support.devices import HERE
 
 D = torch.float64
 pytestmark = pytest.mark.usefixtures("fresh_plans")
-W = torch.linalg.qr(torch.randn(3, 3, dtype=D, generator=torch.Generator().manual_seed(0)))[0]
+W = torch.linalg.qr(torch.randn(3, 3, dtype=D, generator=torch.Generator(HERE).manual_seed(0)))[0]
 INIT = torch.tensor([[0.4, -0.7, 1.1], [0.2, 0.3, -0.5]], dtype=D)
 # Of five steps each the first numbers are below 0, above 0, ...
 XS = torch.sin(torch.arange(150.0, dtype=D)).view(25, 2, 3) * 0.2

@@ -17,6 +17,7 @@ from tensorloop.loop.compiled.run.plan import plans
 from tests.support.array_loops import LOOPS, attends, outcome
 from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, scanned, tensors
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 
 def sines(xs: Sequence[Tensor]) -> Tensor:
@@ -138,7 +139,7 @@ def test_elements_of_two_bytes(dtype: torch.dtype, features: int):
         return (h, a), a[-1] * 2
 
     def run(compile: Any, wide: torch.dtype | None = None) -> list[Tensor]:
-        generator = torch.Generator().manual_seed(1)
+        generator = torch.Generator(HERE).manual_seed(1)
         xs = torch.randn(T, features, generator=generator).to(dtype).to(wide or dtype).requires_grad_()
         with torch.no_grad():
             (h, a), ys = tl.scan(body, (xs[0] * 1, TensorArray()), xs, compile=compile)

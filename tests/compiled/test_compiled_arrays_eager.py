@@ -15,6 +15,7 @@ from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.carried_arrays import SLOTS, B, D, Inputs, T, next_state, scanned, tensors
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 
 def refused(d: Inputs, step: Callable[..., Tensor], reason: str, **options: Any) -> None:
@@ -114,7 +115,7 @@ def test_autocast_with_arrays():
         return torch.tanh((h @ d.U).to(h.dtype) + x + a.stack().mean(0))
 
     d = Inputs(torch.float32)
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(HERE.type, torch.bfloat16):
         expected, found = (tensors(scanned(d, compile, step)) for compile in (False, "strict"))
     exact = tensors(scanned(d, False, step))
     check_equal(found, expected, 2e-2)

@@ -10,6 +10,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 
 import tensorloop as tl
 from tensorloop.loop.compiled.run.plan import Plan, plans
+from tests.support.devices import HERE
 
 B, F, H, T = 3, 5, 8, 6
 ROUNDING = {torch.bfloat16: 2**-8, torch.float16: 2**-11}
@@ -47,7 +48,7 @@ def outcome(net: Net, body: Callable[..., Any], init: Any, dtype: torch.dtype, c
     torch.manual_seed(1)
     init = tree_map(lambda x: (x + torch.randn(x.shape).to(x.dtype)).requires_grad_(), init)
     xs = torch.randn(T, B, F, requires_grad=True)
-    with torch.autocast("cpu", dtype):
+    with torch.autocast(HERE.type, dtype):
         outputs = tree_leaves(tl.scan(body, init, xs, compile=compile))
         terms = [(y.float() * torch.linspace(0.5, 1.5, y.numel()).view(y.shape)).sum() for y in outputs]
     leaves = [xs, *tree_leaves(init), *net.parameters()]
@@ -89,7 +90,7 @@ def test_every_operation_rounds_as_torch_does(dtype: torch.dtype):
 def test_a_kept_cast_is_no_capture_and_autocast_is_part_of_the_key():
     net, zeros, xs = Net(), torch.zeros(B, H), torch.randn(T, B, F)
     plans.clear()
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(HERE.type, torch.bfloat16):
         net.cell(xs[0])
         tl.scan(net.lstm, (zeros, zeros), xs, compile="strict")
         out, _ = tl.scan(net.lstm, (zeros, zeros), xs, compile="strict")
@@ -105,12 +106,12 @@ def test_gradients_asked_for_under_autocast_are_not_cast_again():
     xs = torch.randn(T, B, F)
 
     def body(h: Tensor, x: Tensor) -> Any:
-        with torch.autocast("cpu", enabled=False):
+        with torch.autocast(HERE.type, enabled=False):
             return h @ net.turn + net.linear(x), h
 
     def grads(create: bool) -> Any:
         last, ys = tl.scan(body, zeros, xs, compile="strict")
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(HERE.type, torch.bfloat16):
             return torch.autograd.grad(last.sum() + ys.square().sum(), [zeros, net.turn], create_graph=create)
 
     last, ys = tl.scan(body, zeros, xs)
@@ -124,7 +125,7 @@ def test_checkpoints_under_autocast():
     net, zeros, xs = Net(), torch.zeros(B, H), torch.randn(T, B, F)
 
     def grads(checkpoints: int | None) -> Any:
-        with torch.autocast("cpu", torch.bfloat16):
+        with torch.autocast(HERE.type, torch.bfloat16):
             last, _ = tl.scan(net.lstm, (zeros, zeros), xs, compile="strict", checkpoints=checkpoints)
         return torch.autograd.grad(last[0].float().sum(), [*net.cell.parameters()])
 

@@ -19,6 +19,7 @@ from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 D = torch.float64
 LIBRARY = torch.library.Library("calls_out", "DEF")
@@ -78,7 +79,7 @@ BODIES: dict[str, Callable[[Tensor], Tensor]] = {  # of a (6, 6) tensor
 
 def outcome(f: Callable[[Tensor], Tensor], dtype: torch.dtype, compile: Any, **options: Any) -> list[Tensor]:
     """The last carry, ys, gradients, and gradients of those."""
-    generator = torch.Generator().manual_seed(2)
+    generator = torch.Generator(HERE).manual_seed(2)
     h, xs = ((torch.randn(*s, 6, 6, generator=generator) * 0.5).to(dtype).requires_grad_() for s in ((), (5,)))
     gain = torch.linspace(0.5, 1.5, 6).to(dtype).requires_grad_()
 

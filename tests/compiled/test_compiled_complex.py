@@ -10,13 +10,14 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 B, N, T = 2, 4, 5
 Body = Callable[[Tensor, Tensor], Any]
 
 
 def numbers(*shape: int, dtype: torch.dtype = torch.complex128, scale: float = 0.4) -> Tensor:
-    generator = torch.Generator().manual_seed(sum(shape))
+    generator = torch.Generator(HERE).manual_seed(sum(shape))
     return (torch.randn(shape, dtype=dtype, generator=generator) * scale).requires_grad_()
 
 

@@ -11,16 +11,17 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.front import NotCompiledWarning
+from tests.support.devices import HERE
 
 D = torch.float64
-TURN = torch.linalg.qr(torch.randn(8, 8, dtype=D, generator=torch.Generator().manual_seed(3)))[0]
+TURN = torch.linalg.qr(torch.randn(8, 8, dtype=D, generator=torch.Generator(HERE).manual_seed(3)))[0]
 Found = tuple[list[Any], list[Tensor]]  # (what the condition noted, values and gradients)
 
 
 def loop(compile: Any, until: float, checkpoints: int | None = None, max_steps: int | None = None) -> Found:
     """sin(h W) + x while a counter, read in Python, is below."""
     asked: list[float] = []
-    x = torch.randn(4, 8, dtype=D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+    x = torch.randn(4, 8, dtype=D, generator=torch.Generator(HERE).manual_seed(1)).requires_grad_()
     w = TURN.clone().requires_grad_()
 
     def goes_on(state: tuple[Tensor, Tensor]) -> bool:
@@ -76,7 +77,7 @@ def test_what_the_condition_does_is_done_as_often(capsys: pytest.CaptureFixture[
 def test_until(reverse: bool, checkpoints: Any) -> None:
     def run(compile: Any) -> Found:
         asked: list[float] = []
-        xs = torch.randn(90, 4, 8, dtype=D, generator=torch.Generator().manual_seed(1)).requires_grad_()
+        xs = torch.randn(90, 4, 8, dtype=D, generator=torch.Generator(HERE).manual_seed(1)).requires_grad_()
 
         def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
             h = torch.sin(h @ TURN) + x

@@ -18,12 +18,13 @@ import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.in_graphs.operators import LOOP
 from tensorloop.loop.compiled.in_graphs.step_text import from_text
+from tests.support.devices import HERE
 
-turn = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator().manual_seed(0)))[0]
+turn = torch.linalg.qr(torch.randn(4, 4, dtype=torch.float64, generator=torch.Generator(HERE).manual_seed(0)))[0]
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed)
+    generator = torch.Generator(HERE).manual_seed(seed)
     return torch.randn(shape, dtype=torch.float64, generator=generator).requires_grad_()
 
 

@@ -13,11 +13,12 @@ from torch.autograd.function import once_differentiable
 import tensorloop as tl
 from tensorloop.loop.compiled.look.known_calls import CallTrail
 from tensorloop.loop.compiled.run.plan import plans
+from tests.support.devices import HERE
 
 D = torch.float64
 Body = Callable[[Tensor, Tensor], Any]
 W = torch.linspace(-0.8, 1.1, 4, dtype=D).requires_grad_()
-XS = torch.randn(5, 2, 4, dtype=D, generator=torch.Generator().manual_seed(1))
+XS = torch.randn(5, 2, 4, dtype=D, generator=torch.Generator(HERE).manual_seed(1))
 
 
 def function(forward: Callable[..., Any], backward: Callable[..., Any], setup: Any = None) -> Any:

@@ -15,6 +15,7 @@ from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.look.known_calls import known_calls
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import CASES, check_equal, leaf, outcome, rotation
+from tests.support.devices import HERE
 
 D = torch.float64
 
@@ -113,7 +114,7 @@ def test_a_precision_that_no_call_shows(glances: list[bool]):
 
     def step(flag: bool) -> Any:
         def body(h: Tensor, x: Tensor) -> Any:
-            with torch.autocast("cpu", torch.bfloat16, enabled=flag):
+            with torch.autocast(HERE.type, torch.bfloat16, enabled=flag):
                 h = (h @ U).float()
             return torch.sin(h + x), None
 

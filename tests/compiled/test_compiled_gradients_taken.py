@@ -10,12 +10,13 @@ from torch.autograd import grad
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
+from tests.support.devices import HERE
 
 D = torch.float64
 Body = Callable[[Tensor, Tensor], Any]
 W = torch.linspace(-0.8, 1.1, 4, dtype=D).requires_grad_()
-M = torch.randn(4, 4, dtype=D, generator=torch.Generator().manual_seed(2)).requires_grad_()
-XS = torch.randn(5, 2, 4, dtype=D, generator=torch.Generator().manual_seed(1))
+M = torch.randn(4, 4, dtype=D, generator=torch.Generator(HERE).manual_seed(2)).requires_grad_()
+XS = torch.randn(5, 2, 4, dtype=D, generator=torch.Generator(HERE).manual_seed(1))
 
 
 def inner_step(h: Tensor, x: Tensor) -> Any:

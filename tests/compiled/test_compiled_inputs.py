@@ -11,6 +11,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tests.support.both_ways import check_both
+from tests.support.devices import HERE
 
 D = torch.float64
 C = torch.complex128
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.filterwarnings("ignore::tensorloop.loop.compiled.front.
 
 
 def numbers(*shape: int, dtype: torch.dtype = D, seed: int = 0) -> Tensor:
-    return torch.randn(shape, dtype=dtype, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(shape, dtype=dtype, generator=torch.Generator(HERE).manual_seed(seed))
 
 
 def zero_tensor(shape: tuple[int, ...], dtype: torch.dtype) -> Tensor:

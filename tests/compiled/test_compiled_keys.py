@@ -11,6 +11,7 @@ from torch.overrides import handle_torch_function, has_torch_function, wrap_torc
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tests.support.both_ways import check_both
+from tests.support.devices import HERE
 
 D = torch.float64
 pytestmark = [
@@ -39,10 +40,10 @@ def scanned(body: Callable[..., Any]) -> Callable[..., Any]:
 
 
 def test_the_dtype_of_autocast():
-    w = torch.randn(4, 4, generator=torch.Generator().manual_seed(0))
+    w = torch.randn(4, 4, generator=torch.Generator(HERE).manual_seed(0))
 
     def body(h: Tensor, x: Tensor) -> Any:
-        with torch.autocast("cpu", dtype=Switch.now):
+        with torch.autocast(HERE.type, dtype=Switch.now):
             y = h @ w
         return y.float(), y
 

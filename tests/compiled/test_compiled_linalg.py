@@ -8,15 +8,16 @@ import torch
 from torch import Tensor, linalg
 
 import tensorloop as tl
+from tests.support.devices import HERE
 
 Compile = Literal[False, "strict"]
 D = torch.float64
 STATES, SEEN, ROWS, STEPS = 6, 3, 5, 7
-TURN = linalg.qr(torch.randn(STATES, STATES, dtype=D, generator=torch.Generator().manual_seed(1)))[0]
+TURN = linalg.qr(torch.randn(STATES, STATES, dtype=D, generator=torch.Generator(HERE).manual_seed(1)))[0]
 
 
 def randn(*shape: int, seed: int = 0, dtype: torch.dtype = D) -> Tensor:
-    return torch.randn(shape, dtype=D, generator=torch.Generator().manual_seed(seed)).to(dtype)
+    return torch.randn(shape, dtype=D, generator=torch.Generator(HERE).manual_seed(seed)).to(dtype)
 
 
 def both(loop: Callable[[Compile], Any], leaves: list[Tensor], *, second: bool = False, off: float = 1e-8) -> None:

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 T = 3
 Body = Callable[[Tensor, Tensor], Any]
@@ -82,7 +83,7 @@ def test_equal_to_the_eager_loop(name: str):
     check_equal(grads, expected_grads, 1e-11)
 
 
-KERNEL = torch.randn(4, 4, 3, generator=torch.Generator().manual_seed(1)) * 0.4
+KERNEL = torch.randn(4, 4, 3, generator=torch.Generator(HERE).manual_seed(1)) * 0.4
 HALVES: dict[str, Body] = {
     "root mean squares": lambda h, x: (F.rms_norm(h + x, [6]), F.rms_norm(h, [6], GAIN.to(h.dtype), 1e-3)),
     "conv": lambda h, x: (torch.sin(F.conv1d(h, KERNEL.to(h.dtype), padding=1) + x), h),

@@ -14,6 +14,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
+from tests.support.devices import HERE
 
 D = torch.float64
 Program = Callable[[Any], list[Tensor]]
@@ -26,7 +27,7 @@ def program(function: Program) -> Program:
 
 
 def randn(*shape: int, seed: int = 0) -> Tensor:
-    generator = torch.Generator().manual_seed(seed + sum(shape))
+    generator = torch.Generator(HERE).manual_seed(seed + sum(shape))
     return torch.randn(*shape, dtype=D, generator=generator).requires_grad_()
 
 

@@ -15,13 +15,14 @@ from tensorloop.loop.compiled.look.template import Template
 from tensorloop.loop.compiled.run.plan import plans
 from tensorloop.packed import PackedTensor
 from tests.support.compiled_cases import rotation
+from tests.support.devices import HERE
 
 D = torch.float64
 LENS = [4, 1, 2, 4, 3]
 
 
 def drawn(*shape: int, seed: int) -> Tensor:
-    return torch.randn(*shape, dtype=D, generator=torch.Generator().manual_seed(seed))
+    return torch.randn(*shape, dtype=D, generator=torch.Generator(HERE).manual_seed(seed))
 
 
 def attend(query: Tensor, slots: Tensor) -> Tensor:

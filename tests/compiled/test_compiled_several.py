@@ -13,6 +13,7 @@ from torch.utils._pytree import tree_leaves
 import tensorloop as tl
 from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 B, C, L, T = 2, 3, 7, 4
 DTYPE = torch.float64
@@ -20,7 +21,7 @@ Body = Callable[[Tensor, Tensor], Any]
 
 
 def weight(*shape: int) -> Tensor:
-    generator = torch.Generator().manual_seed(5)
+    generator = torch.Generator(HERE).manual_seed(5)
     return (torch.randn(shape, dtype=DTYPE, generator=generator) * 0.4).requires_grad_()
 
 

@@ -11,11 +11,12 @@ from torch.utils._python_dispatch import TorchDispatchMode
 import tensorloop as tl
 from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 D = torch.float64
 pytestmark = pytest.mark.usefixtures("fresh_plans")
 T, B, N = 7, 3, 5
-TURN = torch.linalg.qr(torch.randn(N, N, dtype=D, generator=torch.Generator().manual_seed(3)))[0]
+TURN = torch.linalg.qr(torch.randn(N, N, dtype=D, generator=torch.Generator(HERE).manual_seed(3)))[0]
 
 
 def tags(p: dict[str, Tensor]) -> Callable[..., Any]:

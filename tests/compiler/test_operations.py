@@ -26,6 +26,7 @@ from tensorloop.compiler.targets.cpu import core
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.target import Target
 from tensorloop.loop.compiled.run.plan import plans
+from tests.support.devices import HERE
 from tests.support.operation_bodies import BODIES, ROWS
 from tests.support.recurrences import recurrence
 
@@ -39,7 +40,7 @@ GROUPS = [list(BODIES)[n : n + 12] for n in range(0, len(BODIES), 12)]
 
 def outcome(group: list[str], dtype: torch.dtype, compile: Literal[False, "strict"]) -> list[list[Tensor]]:
     """For each body what it gives at each step, and the gradients of x and of y."""
-    generator = torch.Generator().manual_seed(3)
+    generator = torch.Generator(HERE).manual_seed(3)
     x, ys = (torch.randn(n, 3, 17, generator=generator).double() for n in (1, STEPS))
     xs = [x[0].to(dtype).requires_grad_() for _ in group]
     ys = ys.to(dtype).requires_grad_()
