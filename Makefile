@@ -27,7 +27,7 @@ test-compiled: $(STAMP)
 	$(PYTEST) --all --compiled tests/loop tests/checkpoint
 
 # Loops, arrays, packed tensors, attention, beam search and risks on a pretended CUDA device, which g++ builds once.
-ON_DEVICE := device tensor_array loop checkpoint packed attention beam risk
+ON_DEVICE := device tensor_array loop checkpoint compiled packed attention beam risk
 test-device: $(STAMP)
 	$(PYTEST) --device $(ON_DEVICE:%=tests/%)
 

@@ -44,9 +44,10 @@ def names_device(n: fx.Node) -> bool:
     """Whether an operation says, or has to say, on which device its result is."""
     if n.kwargs.get("device") is not None:
         return True
-    schema: Any = getattr(n.target, "_schema", None)
-    makes = schema is not None and any(a.name == "device" for a in schema.arguments)
-    return makes and not n.all_input_nodes  # one that is given a tensor is where that is
+    arguments: Any = getattr(getattr(n.target, "_schema", None), "arguments", ())
+    # What takes a tensor makes its result where that is; a number in its place is a tensor of one on the host, as good.
+    given = any(isinstance(a.type, torch.TensorType) for a in arguments)
+    return not given and any(a.name == "device" for a in arguments)
 
 
 def generator_of(device: torch.device | None) -> torch.Generator:

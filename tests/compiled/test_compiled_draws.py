@@ -13,11 +13,12 @@ import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.run.plan import Plan, plans
 from tests.support.compiled_cases import check_equal
+from tests.support.devices import HERE
 
 B, H, T = 3, 8, 5
 DTYPE = torch.float64
-TURN = torch.linalg.qr(torch.randn(H, H, dtype=DTYPE, generator=Generator().manual_seed(1)))[0].requires_grad_()
-OWN = Generator()
+TURN = torch.linalg.qr(torch.randn(H, H, dtype=DTYPE, generator=Generator(HERE).manual_seed(1)))[0].requires_grad_()
+OWN = Generator(HERE)
 
 
 def in_place(h: Tensor, x: Tensor) -> Any:
@@ -122,7 +123,7 @@ def test_one_plan_for_every_generator_and_new_numbers_each_time():
             lambda h, _: (h + torch.randn(4, generator=own), None), torch.zeros(4), None, 3, compile="strict"
         )[0]
 
-    owns = [Generator().manual_seed(3) for _ in range(2)]
+    owns = [Generator(HERE).manual_seed(3) for _ in range(2)]
     found = [run(own) for own in owns for _ in range(2)]
     assert torch.equal(found[0], found[2])
     assert torch.equal(found[1], found[3])

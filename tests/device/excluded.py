@@ -10,18 +10,93 @@ NUMPY = "NumPy has no arrays on a device"
 SPARSE = "the pretended device has no sparse tensors"
 NESTED = "the pretended device has no nested tensors"
 DEFAULT = "torch's own checkpoint forgets the default device in backward"
+NATIVE = "it looks into what a loop becomes on the CPU: machine code, its threads, its cache"
+EXPORTED = "in a graph of torch.compile only loops on the CPU are compiled"
+JOINT = "a device draws and compares in one kernel, by numbers that nothing else draws: such a loop stays eager"
+THERE = "its tensors come from the CPU, whatever the default device"
+LOW = "autocast of a device casts to other dtypes, or to kernels that only CUDA has"
+TEXT = "it expects what torch says on the CPU"
+BYTES = "it counts bytes of native loops; torch's operations hold a step's values besides"
 DRIVER = "the pretended device has a driver"
 DEADLOCK = "it stops a backward until another has begun, and a device has one thread for all"
 FORKED = "processes that were forked cannot use a device"
 
 EXCLUDED = {
+    NATIVE: (
+        "compiled/test_compiled_arrays.py::test_threads_share_rows",
+        "compiled/test_compiled_arrays_eager.py::test_elements_of_other_dtypes_fall_back",
+        "compiled/test_compiled_calls_out.py::test_a_result_that_is_not_what_was_said_leaves_the_loop_to_torch",
+        "compiled/test_compiled_calls_out.py::test_both_loops_are_native_and_explain_says_what_torch_does",
+        "compiled/test_compiled_calls_out.py::test_no_step_runs_in_torch_for_a_call",
+        "compiled/test_compiled_calls_out.py::test_what_does_not_depend_on_the_carry_is_done_before_the_loop",
+        "compiled/test_compiled_complex.py::test_a_transform_is_part_of_the_machine_code",
+        "compiled/test_compiled_explain.py::test_a_cache_that_others_can_write_costs_speed_alone",
+        "compiled/test_compiled_explain.py::test_a_compiler_that_fails_costs_speed_alone",
+        "compiled/test_compiled_explain.py::test_other_products_with_xs_are_hoisted_and_weight_gradients_come_after",
+        "compiled/test_compiled_explain.py::test_products_of_small_matrices_are_done_in_the_loop",
+        "compiled/test_compiled_explain.py::test_the_picture_of_an_lstm_is_current",
+        "compiled/test_compiled_explain.py::test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager",
+        "compiled/test_compiled_glance.py::test_a_precision_that_no_call_shows",
+        "compiled/test_compiled_packed.py::test_a_cut_spares_operations_or_bytes[(1, 1000000000000000)]",
+        "compiled/test_compiled_pays.py::test_a_loop_goes_by_the_clock",
+        "compiled/test_compiled_pays.py::test_a_loop_reads_the_clock_twice_a_call",
+        "compiled/test_compiled_pays.py::test_other_python_threads_keep_their_number",
+        "compiled/test_compiled_pays.py::test_results_are_the_same_bits_whoever_does_the_parts[lstm]",
+        "compiled/test_compiled_pays.py::test_results_are_the_same_bits_whoever_does_the_parts[meeting]",
+        "compiled/test_compiled_pays.py::test_torchs_operations_have_one_thread_too_and_only_there",
+        "compiled/test_compiled_pays.py::test_where_nothing_is_to_be_decided_no_clock_is_read[deterministic]",
+        "compiled/test_compiled_pays.py::test_where_nothing_is_to_be_decided_no_clock_is_read[one thread]",
+    ),
+    BYTES: (
+        "compiled/test_compiled_array_checkpoints.py::test_no_more_is_held_than_by_the_eager_loop[reading]",
+        "compiled/test_compiled_array_checkpoints.py::test_no_more_is_held_than_by_the_eager_loop[remembering]",
+        "compiled/test_compiled_checkpoints.py::test_a_budget_bounds_what_is_held_and_the_block[20]",
+        "compiled/test_compiled_checkpoints.py::test_blocks_of_large_carries_are_short",
+        "compiled/test_compiled_checkpoints.py::test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one",
+    ),
+    EXPORTED: (
+        "compiled/test_compiled_calls_out.py::test_a_loop_with_calls_in_an_exported_graph",
+        "compiled/test_compiled_export.py",
+        "compiled/test_compiled_reasons.py::test_a_float_attribute_may_change_between_calls_of_a_compiled_module",
+        "compiled/test_compiled_reasons.py::test_a_float_that_changes_and_is_no_factor_is_named",
+    ),
+    JOINT: (
+        "compiled/test_compiled_calls_out.py"
+        "::test_multinomial_draws_the_eager_loops_numbers_and_chooses_as_torch[put back]",
+        "compiled/test_compiled_draws.py::test_numbers_gradients_and_generators_are_those_of_the_eager_loop[bernoulli]",
+    ),
+    THERE: (
+        "compiled/test_compiled_answers.py::test_the_value_of_a_capture_chooses_the_plan_of_a_call[4]",
+        "compiled/test_compiled_arrays_eager.py::test_what_falls_back[rows]",
+        "compiled/test_compiled_calls.py::test_a_default_device_does_not_reach_inside",
+        "compiled/test_compiled_calls_out.py::test_an_error_in_the_backward_has_the_step_too",
+        "compiled/test_compiled_calls_out.py::test_an_operator_of_the_users_has_its_registered_gradient",
+        "compiled/test_compiled_calls_out.py::test_each_step_calls_once_with_its_own_numbers",
+        "compiled/test_compiled_inputs.py::test_tensors_that_memory_does_not_hold[init]",
+        "compiled/test_compiled_inputs.py::test_tensors_that_memory_does_not_hold[xs]",
+        "compiled/test_compiled_inputs.py::test_tensors_that_memory_does_not_hold[gradient]",
+    ),
+    LOW: (
+        "compiled/test_compiled_autocast.py::test_a_kept_cast_is_no_capture_and_autocast_is_part_of_the_key",
+        "compiled/test_compiled_autocast.py::test_checkpoints_under_autocast",
+        "compiled/test_compiled_autocast.py::test_loops_under_autocast[lstm]",
+        "compiled/test_compiled_autocast.py::test_loops_under_autocast[mixed-half]",
+    ),
+    TEXT: (
+        "compiled/test_compiled_arrays_eager.py::test_a_write_behind_the_end_appends_as_in_the_eager_loop",
+        "compiled/test_compiled_linalg.py::test_numbers_that_are_none_or_very_large[nan-eigh]",
+    ),
     DRIVER: ("compiler/test_ptx_driver.py::test_without_a_driver_there_is_no_device",),
     KERNELS: (
         "attention/test_attention.py::test_dtypes[dtype1]",
         "attention/test_attention.py::test_dtypes[dtype2]",
     ),
-    NUMPY: ("packed/test_packed_advice.py::test_what_a_message_says_to_write_runs[p.numpy()]",),
+    NUMPY: (
+        "compiled/test_compiled_fallback.py::test_a_body_that_is_more_than_its_operations_runs_eagerly[turns_to_numpy]",
+        "packed/test_packed_advice.py::test_what_a_message_says_to_write_runs[p.numpy()]",
+    ),
     SPARSE: (
+        "compiled/test_compiled_checks.py::test_sparse_tensors_made_in_the_body_are_refused",
         "beam/test_beam_errors.py::test_log_probs_that_are_not_dense",
         "checkpoint/test_replay_kinds.py::test_a_sparse_tensor_in_the_carry",
         "tensor_array/test_tensor_array_errors.py::test_bad_input_is_refused_and_nothing_changes[[extend sparse]",

@@ -357,9 +357,13 @@ def tensors_of(loop: Loop) -> list[Tensor]:
 
 
 def _place_of(loop: Loop) -> Place:
-    """Where a loop runs; raises `Refused` where it is on several devices."""
+    """Where a loop runs: where its tensors are, and without any where new ones are made.
+
+    Raises `Refused` where they are on several devices.
+    """
     arrays = [kind_of(x)[2] for x in loop.init if isinstance(x, TensorArray)]
-    return find_place([*(x.device for x in tensors_of(loop)), *(device for device in arrays if device is not None)])
+    found = [*(x.device for x in tensors_of(loop)), *(device for device in arrays if device is not None)]
+    return find_place(found or [torch.empty(0).device])
 
 
 def sequences(loop: Loop, device: torch.device) -> list[Tensor]:
