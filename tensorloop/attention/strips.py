@@ -16,10 +16,16 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop._common.uploads import upload, upload_together
+
 # Rows of at most SHORT tokens, FEW or more of about equal length (by STEP), are padded and computed together. One row
 # alone costs about 120 us of Python and dispatch, forward and backward; padding a bucket costs about 600 us, and then
 # each row of 5 tokens 30 us, of 30 tokens 150 us (float32, 4 heads of 64, one thread).
 SHORT, STEP, FEW = 32, 8, 6
+# On a device a strip is some 50 launches, whose time is that of far more padding: rows of at most SHORT_ON_DEVICE
+# tokens are computed together where the next power of two is the same, that of LEAST for all shorter ones, as many as
+# make so many weights.
+SHORT_ON_DEVICE, LEAST, _PADDED_WEIGHTS = 1024, 64, 1 << 22
 _TOGETHER = 64  # queries, of which each sees few keys: a call of the kernel costs as much as the weights of 64 and 64
 
 
@@ -44,7 +50,9 @@ class Span(NamedTuple):
 
     def entries(self, row: int | None, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
         """The batch entries (G, 1) and the heads (1, H') of a tensor of this shape."""
-        rows = torch.arange(shape[0], device=device)[self.batch] if row is None else torch.tensor([row], device=device)
+        rows = (
+            torch.arange(shape[0], device=device)[self.batch] if row is None else torch.full((1,), row, device=device)
+        )
         return rows[:, None], torch.arange(shape[2], device=device)[None, self.heads]
 
     def put_(self, buffer: Tensor, part: Tensor) -> None:
@@ -90,7 +98,8 @@ class Bucket(NamedTuple):
 
     def entries(self, row: int | None, shape: torch.Size, device: torch.device) -> tuple[Tensor, Tensor]:
         """The rows (G, 1) and the heads (1, H)."""
-        return torch.tensor(self.rows, device=device)[:, None], torch.arange(shape[2], device=device)[None]
+        rows = upload(torch.tensor(self.rows, device="cpu"), device)
+        return rows[:, None], torch.arange(shape[2], device=device)[None]
 
     def of_tokens(self, part: Tensor) -> Tensor:
         """(n, heads, D) of (G, L, heads, D)."""
@@ -180,7 +189,7 @@ class Task(NamedTuple):
 def cut(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
     """The strips of a task without a block mask; empty ones, whose output is 0, are left out."""
     if task.q_offsets is not None and task.k_offsets is not None:
-        return _cut_packed(task, task.q_offsets, task.k_offsets, q.device)
+        return _cut_packed(task, task.q_offsets, task.k_offsets, q.shape[2], q.device)
     if not q.shape[0] * q.shape[1] * k.shape[1]:
         return ()
     return (Strip(None, None, task.causal),)
@@ -232,38 +241,61 @@ def fill_bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.devic
     places = (steps < lens[:, None]).flatten().nonzero().flatten()
     slots = (starts[:, None] + steps.minimum(lens[:, None] - 1)).flatten()
     tokens = slots[places]
-    return Bucket(slots.to(device), places.to(device), tokens.to(device), (len(rows), length), rows)
+    return Bucket(*upload_together([slots, places, tokens], device), (len(rows), length), rows)
 
 
 def make_row_mask(task: Task, offsets: Sequence[int], rows: Sequence[int], n: int, m: int, device: Any) -> Tensor:
     """(G, 1, n or 1, m) bool: which keys of rows that were padded to m are tokens, and seen by their positions."""
-    lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device=device)
+    lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device="cpu")
+    lens = upload(lens, device)
     j = torch.arange(m, device=device)
     mask = (j < lens[:, None])[:, None, None]
     return mask & task.sees(torch.arange(n, device=device)[:, None], j) if task.causal or task.near else mask
 
 
-def _cut_packed(task: Task, q_offsets: list[int], k_offsets: list[int], device: torch.device) -> Iterator[Strip]:
+def _cut_packed(
+    task: Task, q_offsets: list[int], k_offsets: list[int], heads: int, device: torch.device
+) -> Iterator[Strip]:
+    on_host = device.type == "cpu"
     short: dict[tuple[int, int], list[int]] = defaultdict(list)
     for b in range(len(q_offsets) - 1):
         n, m = q_offsets[b + 1] - q_offsets[b], k_offsets[b + 1] - k_offsets[b]
         if not n or not m:
             continue
-        if max(n, m) <= SHORT:
-            short[-(-n // STEP), -(-m // STEP)].append(b)
+        if max(n, m) <= (SHORT if on_host else SHORT_ON_DEVICE):
+            short[(-(-n // STEP), -(-m // STEP)) if on_host else (_doubled(n), _doubled(m))].append(b)
         else:
             yield _take_row(q_offsets, k_offsets, b, task.causal)
     for (n, m), rows in short.items():
-        if len(rows) < FEW:
-            yield from (_take_row(q_offsets, k_offsets, b, task.causal) for b in rows)
-            continue
-        of_q = fill_bucket(q_offsets, rows, device, n * STEP)
-        if task.causal and not task.near and q_offsets == k_offsets:
-            yield Strip(of_q, of_q, True)  # the padding comes after all that a query sees: no mask is needed
-            continue
-        of_k = fill_bucket(k_offsets, rows, device, m * STEP)
-        sizes = of_q.shape[1], of_k.shape[1]
-        yield Strip(of_q, of_k, mask=partial(make_row_mask, task, k_offsets, rows, *sizes, device))
+        widths = (n * STEP, m * STEP) if on_host else (None, None)
+        most = len(rows) if on_host else max(1, _PADDED_WEIGHTS // (heads * n * m))
+        for start in range(0, len(rows), most):
+            yield from _cut_together(task, q_offsets, k_offsets, rows[start : start + most], widths, device)
+
+
+def _doubled(n: int) -> int:
+    return max(LEAST, 1 << (n - 1).bit_length())
+
+
+def _cut_together(
+    task: Task,
+    q_offsets: list[int],
+    k_offsets: list[int],
+    rows: list[int],
+    widths: tuple[int | None, int | None],
+    device: torch.device,
+) -> Iterator[Strip]:
+    """A strip of rows padded to these widths, or a strip for each where they are few."""
+    if len(rows) < (FEW if device.type == "cpu" else 2):
+        yield from (_take_row(q_offsets, k_offsets, b, task.causal) for b in rows)
+        return
+    of_q = fill_bucket(q_offsets, rows, device, widths[0])
+    if task.causal and not task.near and q_offsets == k_offsets:
+        yield Strip(of_q, of_q, True)  # the padding comes after all that a query sees: no mask is needed
+        return
+    of_k = fill_bucket(k_offsets, rows, device, widths[1])
+    sizes = of_q.shape[1], of_k.shape[1]
+    yield Strip(of_q, of_k, mask=partial(make_row_mask, task, k_offsets, rows, *sizes, device))
 
 
 def _take_row(q_offsets: Sequence[int], k_offsets: Sequence[int], b: int, causal: bool) -> Strip:

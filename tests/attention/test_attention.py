@@ -411,6 +411,7 @@ def test_packed_under_transforms():
     )
 
 
+@pytest.mark.usefixtures("on_the_cpu")
 def test_short_rows_are_padded_together_and_long_ones_and_few_ones_are_views(monkeypatch: pytest.MonkeyPatch):
     lens = [3, 5, 40, 0, 12, 6, 33, 8, 1, 4, 2, 7]
     monkeypatch.setattr(strips, "FEW", 6)
