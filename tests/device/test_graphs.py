@@ -17,6 +17,7 @@ from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.graphs import recorded, target
 from tensorloop.compiler.targets.graphs.core import GraphCore
 from tensorloop.compiler.targets.graphs.target import GraphTarget
+from tensorloop.compiler.targets.proved import Proved
 from tests.device import pretended
 from tests.support.recurrences import Given, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
@@ -249,11 +250,14 @@ def test_many_calls_of_a_step_bring_the_invariants_once() -> None:
         return found
 
     run, carry = core.stepping(parts.invariants), list(parts.carry)
-    for t in range(3):
+    other = call_of(step, ([x + 1 for x in given[0]], *given[1:]), 1)  # another call's invariants
+    for t in range(6):
         carry = one(run, t, carry)
-    core(call_of(step, ([x + 1 for x in given[0]], *given[1:]), 1))  # another call's invariants
-    for t in range(3, 6):
-        carry = one(run, t, carry)
+        if t == 1:
+            core(other)
+        if t == 3:
+            found, _ = core.stepping(other.invariants)(other)
+            assert all(map(torch.equal, found, EagerCore(step)(other)[0]))
     assert all(map(torch.equal, [*carry, *parts.outs], [*expected, *whole.outs]))
     with pretended.counted() as counts:
         one(run, 5, carry)
@@ -321,6 +325,24 @@ def test_threads_take_turns(short: None) -> None:
     assert not errors
 
 
+def test_other_threads_wait_for_the_device_while_a_graph_is_recorded(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, given = cell("rnn", 2)
+    core, values, x = GraphCore(step), [], torch.ones(2, device=ON)
+    run = core.eager.module.forward
+
+    def beside(*given: Tensor) -> Any:
+        if torch.cuda.is_current_stream_capturing():
+            thread = threading.Thread(target=lambda: values.append(x.sum().item()))
+            thread.start()
+            thread.join()
+        return run(*given)
+
+    monkeypatch.setattr(core.eager.module, "forward", beside)
+    core(call_of(step, given, 2))
+    assert values
+    assert {*values} == {2.0}
+
+
 def test_a_graph_of_the_user_s_has_the_operations_themselves() -> None:
     step, given = cell("rnn", 3)
     core, call = GraphCore(step), call_of(step, given, 3)
@@ -361,6 +383,19 @@ REFUSED: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
     "eig": (lambda h: torch.linalg.eigvals(h).real, "linalg_eig is computed by the host"),
     "normal": (lambda h: torch.rand_like(h), "draws random numbers"),
 }
+
+
+def test_reads_and_writes_at_places_are_recorded_but_not_those_of_a_mask() -> None:
+    h, places = torch.eye(3, device="cpu"), torch.tensor([2, 0, 1], device="cpu")
+
+    def at(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
+        return {"carry": [carry[0][inv[0]].index_put((inv[0],), carry[0][0])]}
+
+    step = step_of(at, [places], [], [h])
+    assert isinstance(GraphTarget().make_core(step), Proved)
+    masked = step_of(lambda inv, xs, carry: {"carry": [carry[0].index_put((inv[0],), xs[0])]}, [h > 0], [h[:, :1]], [h])
+    with pytest.raises(Unsupported, match="index_put asks how many of a mask are true"):
+        GraphTarget().make_core(masked)
 
 
 @pytest.mark.parametrize("name", REFUSED)

@@ -216,6 +216,16 @@ def test_graphs_prove_themselves_in_their_first_call(name: str, steps: int, trie
     assert not counts.recorded
 
 
+@pytest.mark.parametrize("reverse", [False, True])
+def test_what_is_behind_the_end_of_a_loop_is_not_looked_at(reverse: bool) -> None:
+    table, (x,), carry = counting(20, 9)
+    given = table, [x.flip(0) if reverse else x], carry
+    step = step_of(until(27), *given, reverse=reverse)
+    core = GraphTarget().make_core(step)
+    assert assert_same(core, step, given, 20) == 9
+    assert core.way.startswith("CUDA graphs")
+
+
 def test_a_graph_that_is_wrong_in_its_tail_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
     steps = recorded.Recorded._steps
 

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import fx
 
-from tensorloop.compiler.operations import bytes_of, is_part, shares_memory
+from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, value_of
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.core import GraphCore
@@ -23,6 +23,7 @@ _NOT_RECORDED = {
 }
 # Torch computes these on the host, or looks at an outcome there, and no tag says so.
 _ON_THE_HOST = {"linalg_eig", "_linalg_check_errors", "histc"}
+_AT_PLACES, _MASKS = {"index", "index_put"}, {torch.bool, torch.uint8}
 
 
 class GraphTarget:
@@ -73,9 +74,12 @@ def _why_not(node: fx.Node) -> str:
     if target._opname in _ON_THE_HOST:
         return "is computed by the host"
     names = [a.name for a in target._schema.arguments]
-    given = dict(zip(names, node.args, strict=False)) | node.kwargs
+    given: dict[str, Any] = dict(zip(names, node.args, strict=False)) | node.kwargs
     if given.get("check_errors"):
         return "waits for its outcome, to raise an error"
+    if target._opname in _AT_PLACES:  # whose tag is there for masks
+        masks = any(isinstance(n, fx.Node) and value_of(n).dtype in _MASKS for n in given["indices"])
+        return "asks how many of a mask are true" if masks else ""
     return next((why for tag, why in _NOT_RECORDED.items() if tag in target.tags), "")
 
 
