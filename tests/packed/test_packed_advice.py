@@ -27,6 +27,7 @@ def names() -> dict[str, Any]:
         **{"t": p.transpose(0, 1), "w": torch.randn(4, 3), "square": PackedTensor(torch.randn(8, 4, 4), LENS)},
         **{"table": torch.randn(9, 4), "ids": PackedTensor(torch.randint(0, 4, (8,)), LENS), "mel": torch.randn(3, 4)},
         "audio": PackedTensor(torch.randn(8), LENS),
+        "Normal": torch.distributions.Normal,
     }
 
 
@@ -40,6 +41,7 @@ CONV = ["p.transpose(1, 2)"]
 REFUSED: list[tuple[str, list[str]]] = [
     ("torch.matmul(p, p)", BETWEEN),
     ("torch.bmm(p, p)", BETWEEN),
+    ("Normal(p, 1.0)", ["d = Normal(p.values, 1.0)", "PackedTensor(d.rsample(), p.lens)"]),
     ("torch.mm(p, w)", ["torch.matmul(p, w)", *BETWEEN]),
     ("x.values", ["x.transpose(1, 2).values"]),
     ("x.to_nested()", ["x.transpose(1, 2).to_nested"]),

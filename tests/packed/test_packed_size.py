@@ -104,6 +104,8 @@ ROWS: dict[str, Callable[[Any, Any, Any], Any]] = {
     "expand a table": lambda b, t, x: torch.arange(60.0).view(1, 20, 3)[:, :t].expand(b, -1, -1) * x,
     "expand to rows": lambda b, t, x: torch.arange(60.0).view(1, 20, 3)[:, :t].expand(b, t, -1),
     "position embedding": lambda b, t, x: x + F.embedding(torch.arange(t), torch.arange(60.0).view(20, 3)),
+    "masked steps": lambda b, t, x: x.masked_fill(((torch.arange(t) >= 1) & (torch.arange(t) < 3))[None, :, None], 0),
+    "chosen steps": lambda b, t, x: torch.where(torch.arange(t)[None, :, None] % 2 == 0, x, -x),
     "triangle": lambda b, t, x: torch.tril(torch.ones((t, t)), 1)[:, :1].sum(1) + x[..., 0],
     "eye": lambda b, t, x: torch.eye(t)[:, :1].sum(1) + x[..., 0],
     "there and back": lambda b, t, x: (x.view(b * t, 3) * 2).view(b, t, 3, 1),
@@ -143,7 +145,7 @@ def test_what_has_no_rows_is_of_the_longest():
     assert torch.zeros(1, t, d).shape == (1, 3, 3)
     assert torch.zeros((t, t)).shape == torch.eye(t).shape == torch.ones(b, t, t)[0].shape == (3, 3)
     assert torch.zeros((t, b, d)).shape == (3, 2, 3)
-    assert torch.zeros(7, t).shape == (7, 3)
+    assert torch.zeros(7, t).shape == nn.Transformer.generate_square_subsequent_mask(t)[:1].expand(7, t).shape == (7, 3)
     assert F.one_hot(torch.arange(2), t).shape == (2, 3)
     assert torch.ones(4).expand(5, t, 4).shape == torch.ones(1, 1, 4).repeat(5, t, 1).shape == (5, 3, 4)
     padded = torch.randn(2, 3, 4)
