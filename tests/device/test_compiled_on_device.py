@@ -256,3 +256,12 @@ def test_a_loop_of_known_length_waits_for_nothing(checkpoints: int | None) -> No
     with pretended.counted() as counts:
         run()
     assert counts.syncs == []
+
+
+def test_no_plan_is_made_while_the_caller_captures(monkeypatch: pytest.MonkeyPatch) -> None:
+    h, xs = numbers(ROWS, 2), numbers(STEPS, ROWS, 2)
+    body = lambda h, x: (torch.sin(h) + x * 3, None)  # noqa: E731
+    expected = tl.scan(body, h, xs)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    with pytest.warns(NotCompiledWarning, match="its plan would be made while a CUDA graph is captured"):
+        torch.testing.assert_close(tl.scan(body, h, xs, compile=True), expected)

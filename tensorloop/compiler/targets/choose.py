@@ -42,6 +42,11 @@ def target_of(place: Place) -> Target:
     return _BY_NAME[place.target]
 
 
+def is_captured(place: Place) -> bool:
+    """Whether a CUDA graph of the caller's is being captured: then nothing may wait for the device."""
+    return place.device != HOST and torch.cuda.is_current_stream_capturing()
+
+
 def left_to_loop(place: Place) -> bool:
     """Whether a loop whose core lacks something is left to the eager loop: on a device the eager core launches less."""
     return place.device == HOST

@@ -17,7 +17,7 @@ from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
-from tensorloop.compiler.targets.choose import left_to_loop
+from tensorloop.compiler.targets.choose import is_captured, left_to_loop
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
@@ -42,10 +42,10 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
 Compile = bool | Literal["strict"]
-"""What `compile=` takes: whether a loop runs as machine code on the CPU.
+"""What `compile=` takes: whether a loop runs as machine code on the CPU, as CUDA graphs on a GPU.
 
-`False` runs it as an eager loop. `True` compiles it; a loop that cannot be compiled, or whose tensors are on another
-device, runs as an eager one, with one `tl.loop.NotCompiledWarning` that says why. `"strict"` makes that a RuntimeError.
+`False` runs it as an eager loop. `True` compiles it; a loop that cannot be compiled runs as an eager one, with one
+`tl.loop.NotCompiledWarning` that says why. `"strict"` makes that a RuntimeError.
 """
 
 FEW_ROWS = 16  # up to so many, each smaller number of rows is tried where rows leave the batch by a condition
@@ -331,6 +331,9 @@ def plan_of(seen: Look) -> tuple[Look, Plan | Refused]:
     plan = plans.find(seen.key)
     if plan is None:
         assert seen.record is not None
+        if is_captured(seen.frame.place):
+            reason = "its plan would be made while a CUDA graph is captured"
+            raise Refused(reason, "call the loop once before the capture")
         seen.record.values.check(seen.frame.root, seen.record.log.key)
         try:  # no lock is held here: the body runs, and may wait for other threads
             with without_modes():
