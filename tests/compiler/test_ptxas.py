@@ -7,7 +7,7 @@ from tensorloop.compiler.step import Unsupported
 from tests.support import ptxas
 from tests.support.compiled_cases import CASES
 
-pytestmark = pytest.mark.skipif(not ptxas.find_ptxas(), reason="no ptxas: pip install nvidia-cuda-nvcc brings it")
+pytestmark = pytest.mark.skipif(not ptxas.find_ptxas(), reason="no ptxas, which the extra of that name brings")
 
 
 @pytest.mark.extended(*(name for name in CASES if name not in ("lstm", "crf", "gru")))

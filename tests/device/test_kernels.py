@@ -349,10 +349,15 @@ def test_a_launch_that_fails_otherwise_is_an_error_by_name(code: int, asked: Pre
 
 
 def test_what_needs_too_much_of_a_lane_runs_as_torchs_operations(asked: PretendedKernels) -> None:
-    assert described() == [
+    lines = [
         "one launch: 2 groups of 32 lanes, 1 barrier a step",
         "64 bytes of shared memory a group, 32 registers and 0 bytes a lane",
+        "64 bytes read and 64 written a step in the device's memory",
     ]
+    assert described() == lines
+    body, h, xs = lambda h, x: (torch.tanh(h + x), None), random(2, 4), random(3, 2, 4)
+    text = tl.explain(body, h, xs).text.splitlines()
+    assert text[1:3] == ["forward: one launch, 2 x 32 lanes", "  one launch: 2 groups of 32 lanes, 0 barriers a step"]
     needs = dict(asked.library.needs)
     for attribute, value, said in (
         (3, made.MOST_SPILLED + 1, "513 bytes a lane beside its registers, of at most 512"),

@@ -16,7 +16,7 @@ from tensorloop.compiler.targets.target import Target
 
 EAGER: Target = EagerTarget()  # in the place of a target that lacks something
 TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": GraphTarget()}  # by the type of a device
-PTX: Target = PtxTarget(lambda step: _first_of((TARGETS["cuda"],), step)[0])  # in its place for who asks for it
+PTX = PtxTarget(lambda step: _first_of((TARGETS["cuda"],), step)[0])  # in its place for who asks for it
 _BY_NAME = {target.name: target for target in (EAGER, PTX, *TARGETS.values())}
 AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
 
@@ -56,6 +56,11 @@ def make_core(step: Step) -> tuple[Core, Unsupported | None]:
     """Returns a core, and why it is of none of the place's own targets."""
     own = target_of(step.place)
     return _first_of((own, TARGETS["cuda"]) if own is PTX else (own,), step)
+
+
+def describe(step: Step) -> list[str]:
+    """Returns what a step costs its place's own target, in counts, a line each; none where the core says it all."""
+    return PTX.describe(step) if step.place.target == PTX.name else []
 
 
 def _first_of(targets: Iterable[Target], step: Step) -> tuple[Core, Unsupported | None]:

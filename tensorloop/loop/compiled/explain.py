@@ -9,6 +9,7 @@ from tensorloop._common.user_line import cell_name
 from tensorloop.compiler.lengths import as_text, shape_of
 from tensorloop.compiler.operations import values_of
 from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.targets.choose import describe
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program
 
@@ -75,6 +76,8 @@ def _program(name: str, program: Program) -> list[str]:
     before = [n for n in rest if n in s.moving and n in program.early]
     after = [n for n in rest if n in s.moving and n not in program.early]
     lines = [f"{name}: {'no loop' if program.core is None else program.core.way}"]
+    if program.core is not None and s.loop is not None:
+        lines += [f"  {line}" for line in describe(s.loop)]
     for what, nodes in (
         ("once", once),
         ("before the loop, all steps at once", before),
