@@ -100,6 +100,8 @@ def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 
 # -- along dims
 
+_IN_ROWS = frozenset({"softmax", "log_softmax"})  # torch's own over the last dim of a row is faster than over segments
+
 
 @takes_scores(
     *("softmax", "log_softmax", "softmin", "cumsum", "sum", "nansum", "mean", "amax", "amin", "max", "min", "argmax"),
@@ -126,16 +128,16 @@ def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 
     several = isinstance(given, (tuple, list))
     dims = [input.find(d) for d in (given if several else (given,))]
-    if dims == [-1]:
+    if dims == [-1] and func.__name__ not in _IN_ROWS:
         return _give(dispatch(func, *give(input.packed, 1)), input)
     if dims == [-2]:
         given, options = give(turn(input), -1)
         return _turn_back(along(func, *given, **options), input)
-    if -input.ndim in dims or len({-1, -2} & set(dims)) == 1:
+    if -input.ndim in dims or (len({-1, -2} & set(dims)) == 1 and func.__name__ not in _IN_ROWS):
         raise refusal(f"over dims {given} of {input.shape}", "first over the last dim, or take the rows: x.unbind()")
     calls = [give(row, tuple(dims) if several else dims[0]) for row in _rows(input)]
     rows = [func(*given, **options) for given, options in calls]
-    ragged = {} if -1 in dims else {-2: input.rows, -1: input.columns}
+    ragged = {} if dims != [-1] and -1 in dims else {-2: input.rows, -1: input.columns}
     return join(rows, -1 - rows[0].dim(), len(input.rows), ragged, input._like)
 
 
