@@ -241,7 +241,8 @@ def fill_bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.devic
     places = (steps < lens[:, None]).flatten().nonzero().flatten()
     slots = (starts[:, None] + steps.minimum(lens[:, None] - 1)).flatten()
     tokens = slots[places]
-    return Bucket(*upload_together([slots, places, tokens], device), (len(rows), length), rows)
+    slots, places, tokens = upload_together([slots, places, tokens], device)
+    return Bucket(slots, places, tokens, (len(rows), length), rows)
 
 
 def make_row_mask(task: Task, offsets: Sequence[int], rows: Sequence[int], n: int, m: int, device: Any) -> Tensor:

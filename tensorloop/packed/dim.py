@@ -111,22 +111,24 @@ class Dim(int):
     @property
     def _on_host(self) -> bool:
         """Whether the lengths are on the CPU, so that nothing waits."""
-        return self.device.type == "cpu" or "_host_lens" in self._cache
+        return self._lens.is_cpu or "_host_lens" in self._cache
 
     @property
     def _host_lens(self) -> Tensor:
         """The lengths on the CPU. On a device the first time waits for it, if they did not come from there."""
-        return self._lens if self.device.type == "cpu" else self._kept("_host_lens", lambda: self._lens.cpu())
+        return self._lens if self._lens.is_cpu else self._kept("_host_lens", lambda: self._lens.cpu())
 
     @property
     def _host_offsets(self) -> Tensor:
         """The offsets on the CPU."""
-        if self.device.type == "cpu":
+        if self._lens.is_cpu:
             return self._offsets
         return self._kept("_host_offsets", lambda: _offsets_of(self._host_lens))
 
     def _derive(self, change: Callable[[Tensor], Tensor]) -> "Dim":
         """A dim of the same name and device, of what `change` makes of these lengths: on the CPU if they are there."""
+        if self._lens.is_cpu:
+            return Dim(self.name, change(self._lens))
         return Dim(self.name, change(self._host_lens if self._on_host else self._lens)).to(self.device)
 
     @property
@@ -163,7 +165,7 @@ class Dim(int):
     def _row_ids(self) -> Tensor:
 
         def make() -> Tensor:
-            if self.device.type != "cpu":  # two launches for four
+            if not self._lens.is_cpu:  # two launches for four
                 entries = torch.arange(self.total, device=self.device)
                 return torch.searchsorted(self._offsets[1:], entries, right=True)
             rows = torch.arange(len(self), device=self.device)
@@ -205,7 +207,7 @@ class Dim(int):
             check: bool or None; True asks a device for the sum, where it is not known yet.
         """
         known = "total" in self._cache
-        if (known or self.device.type == "cpu" or check) and self.total != n:
+        if (known or self._lens.is_cpu or check) and self.total != n:
             raise WrongValue(
                 f"lens sum to {self.total}, but there are {n} values; lens must be the lengths of the rows"
             )

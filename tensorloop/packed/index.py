@@ -24,6 +24,10 @@ def _is_whole(k: slice) -> bool:
 
 def getitem(p: Packed, key: Any) -> Any:
     """p[key]: packed where the ragged dim stays, otherwise an ordinary tensor."""
+    if type(key) is int:  # a row, or rows that follow each other, without a look at what else a key may be
+        return _index_row(p, key, _ALL, ())
+    if type(key) is slice:
+        return p if _is_whole(key) else _select_rows(p, key)
     if (mask := find_mask(p, key)) is not None:
         return p.values[mask]
     if any(is_packed(k) for k in (key if isinstance(key, tuple) else (key,))):
