@@ -196,14 +196,19 @@ def test_choices_and_draws_keep_the_rows():
 
 def test_distributions_are_refused_by_name():
     x = packed([2, 3], 3)
+    checked: Any = {"validate_args": True}  # torch.compile switches that off for the whole process
     for make in (
         lambda: torch.distributions.Normal(x, 1.0),  # pyright: ignore
-        lambda: torch.distributions.Categorical(logits=x),  # pyright: ignore
+        lambda: torch.distributions.Categorical(logits=x, **checked),  # pyright: ignore
         lambda: torch.distributions.Bernoulli(x.sigmoid()),
-        lambda: torch.distributions.Dirichlet(x.exp()),
+        lambda: torch.distributions.Dirichlet(x.exp(), **checked),
     ):
         with pytest.raises(TypeError, match=r"torch.distributions ask for tensors: give them \.values"):
             make()
+    unchecked: Any = torch.distributions.Categorical(logits=x, validate_args=False)  # pyright: ignore
+    torch.testing.assert_close(unchecked.entropy().values, torch.distributions.Categorical(logits=x.values).entropy())
+    with pytest.raises(TypeError, match="RaggedSize"):
+        unchecked.sample()
     d = torch.distributions.Normal(x.values, 1.0)
     assert PackedTensor(d.rsample(), x.lens).shape == x.shape
 
