@@ -70,7 +70,7 @@ def _first_of(targets: Iterable[Target], step: Step) -> tuple[Core, Unsupported 
         try:
             return target.make_core(step), None
         except Unsupported as lack:
-            lacking = lacking or lack
+            lacking = lacking or Unsupported(lack.reason, lack.node)  # without frames, which hold the caller's tensors
         except Exception as error:  # a compiler that fails costs speed, no result
             lacking = lacking or Unsupported(f"the emitter failed, {type(error).__name__}: {error}")
     return EAGER.make_core(step), lacking
