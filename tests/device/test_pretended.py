@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from tests.device import excluded, pretended
+from tests.device import built, excluded, pretended
 
 
 def on(device: str, *size: int) -> Tensor:
@@ -224,3 +224,8 @@ def test_a_test_is_excluded_by_its_name_and_case() -> None:
     assert excluded.reason(f"{test}[words1]") is None
     assert excluded.reason(f"{test}_more[words12]") is None
     assert excluded.reason("tests/packed/test_packed_compile.py::test_any[1]") == (excluded.GRAPHS, False)
+
+
+def test_the_native_code_is_short() -> None:
+    lines = [line.strip() for path in built.SOURCES for line in path.read_text().splitlines()]
+    assert sum(bool(line) and not line.startswith("//") for line in lines) <= 400

@@ -22,17 +22,13 @@ inline c10::Device on_device(c10::DeviceIndex index) {
 struct DeviceGenerator final : c10::GeneratorImpl {
   explicit DeviceGenerator(c10::Device device, at::Generator numbers = at::detail::createCPUGenerator())
       : GeneratorImpl(device, c10::DispatchKeySet(c10::DispatchKey::CUDA)), numbers(std::move(numbers)) {}
-  void set_current_seed(uint64_t seed) override {
-    offset++;
-    numbers.set_current_seed(seed);
-  }
+  void set_current_seed(uint64_t seed) override { offset++, numbers.set_current_seed(seed); }
   void set_offset(uint64_t) override {}
   uint64_t get_offset() const override { return offset; }
   uint64_t current_seed() const override { return numbers.current_seed(); }
   uint64_t seed() override { return numbers.seed(); }
   void set_state(const c10::TensorImpl& state) override {
-    offset++;
-    numbers.unsafeGetGeneratorImpl()->set_state(state);
+    offset++, numbers.unsafeGetGeneratorImpl()->set_state(state);
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     report("read", "generator");

@@ -45,9 +45,6 @@ static bool is_view(const c10::FunctionSchema& schema) {
   return alias && !alias->isWrite();
 }
 
-static bool launches(const c10::FunctionSchema& schema) {
-  return !is_view(schema) && !is_one_of(WITHOUT_LAUNCH, schema.name());
-}
 
 // ---- one call of an operation: its arguments to the host, its results back
 
@@ -239,7 +236,7 @@ static void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
   for (size_t i = first; i < stack->size(); i++) (*stack)[i] = call.argument_to_host((*stack)[i]);
   if (call.name != "aten::copy_") call.refuse_mixed_devices();
   call.report_waits(arguments);
-  if (watcher.load() && launches(schema)) report("launch", call.name.c_str());
+  if (watcher.load() && !is_view(schema) && !is_one_of(WITHOUT_LAUNCH, call.name)) report("launch", call.name.c_str());
   {
     c10::impl::ExcludeDispatchKeyGuard plain(
         c10::autograd_dispatch_keyset_with_ADInplaceOrView | c10::autocast_dispatch_keyset |
@@ -269,7 +266,6 @@ static void run_list(const c10::OperatorHandle& op, c10::DispatchKeySet keys, to
   run(op, keys, stack);
 }
 
-static void record_stream(at::Tensor&, c10::Stream) {}
 
 // 2 is the kernel that tests/device/fused.py has, 0 composes attention of others.
 static int64_t choose_attention(const at::Tensor& q, const at::Tensor&, const at::Tensor& v,
@@ -282,7 +278,7 @@ TORCH_LIBRARY_IMPL(_, CUDA, m) { m.fallback(torch::CppFunction::makeFromBoxedFun
 
 // What torch composes of others on any device, but for CUDA has in one kernel.
 TORCH_LIBRARY_IMPL(aten, CUDA, m) {
-  m.impl("record_stream", &record_stream);
+  m.impl("record_stream", [](at::Tensor&, c10::Stream) {});
   for (auto* name : {"copy_", "convolution", "convolution_backward"})
     m.impl(name, torch::CppFunction::makeFromBoxedFunction<&run>());
   auto& dispatcher = c10::Dispatcher::singleton();
