@@ -5,7 +5,7 @@ STAMP := .venv/installed
 SITE := .venv-site/bin/python
 SITE_STAMP := .venv-site/installed
 
-.PHONY: demo test test-all test-compiled test-device test-guarded fuzz check format bench docs site package clean
+.PHONY: demo test test-all test-compiled test-device test-guarded test-lanes fuzz check format bench docs site package clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
@@ -35,6 +35,13 @@ test-device: $(STAMP)
 test-guarded: $(STAMP)
 	$(PYTEST) --all --compiled --guarded tests/loop tests/checkpoint
 	$(PYTEST) --all --guarded tests/compiled tests/compiler
+
+# What device text gives, its lanes as coroutines, in numbers and an order that SEED draws; and each text as PTX.
+SEED ?= 0
+test-lanes: $(STAMP)
+	$(PYTEST) --all tests/compiler/test_device_*.py
+	$(PYTEST) --all --lanes $(SEED) tests/compiled $(LOOPS:%=tests/compiler/test_%.py)
+LOOPS := emitter_loops emitter_math emitter_random emitter_team operations
 
 # Random loops, compiled and not, for a night: what differs is a find. A run that was stopped goes on; FUZZ= has options
 # (--seed 20000, --out build/more, --guarded). `python tests/fuzz/triage.py` shows the finds in groups.

@@ -115,6 +115,8 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
     for item in items:
         if config.getoption("--device") and (why := excluded.reason(item.nodeid)):
             item.add_marker(pytest.mark.xfail(reason=why[0], strict=True, run=why[1]))
+        if config.getoption("--lanes") is not None and lane_cores.looks_inside(item.nodeid):
+            item.add_marker(pytest.mark.xfail(reason="it looks into the CPU's own core", strict=True))
         if not (isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("loops")):
             continue
         for marker in item.iter_markers("eager_only"):

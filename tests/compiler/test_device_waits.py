@@ -5,9 +5,9 @@ from collections.abc import Callable
 import pytest
 import torch
 
-from tensorloop.compiler.emitter.device import kernel, lane_product, lane_walk
+from tensorloop.compiler.emitter.device import kernel_body, kernel_plan, lane_product, lane_walk
 from tensorloop.compiler.emitter.device.devices import Coroutines
-from tensorloop.compiler.emitter.device.kernel import KernelWriter
+from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lanes import Elements, GroupRows
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import CoreCall, Step, Unsupported
@@ -42,15 +42,15 @@ def cell(name: str, dtype: torch.dtype = torch.float64) -> tuple[Step, Given]:
     return recurrence(CELLS[name].step, *given, reverse=CELLS[name].reverse), given
 
 
-def written(rec: Step, lanes: int = 8, groups: int = 2) -> KernelWriter:
-    return KernelWriter(lowered(rec), Coroutines(host(), lanes, groups))
+def written(rec: Step, lanes: int = 8, groups: int = 2) -> KernelPlan:
+    return KernelPlan(lowered(rec), Coroutines(host(), lanes, groups))
 
 
 @pytest.mark.parametrize("name", [*CELLS, *MEETING])
 @pytest.mark.extended(*(f"[{name}" for name in [*MEETING][:-6]))
 def test_lanes_wait_where_they_would_meet_and_nowhere_else(name: str) -> None:
-    writer = written((cell if name in CELLS else case)(name)[0])
-    found = unneeded_waits(writer)
+    plan = written((cell if name in CELLS else case)(name)[0])
+    found = unneeded_waits(plan)
     assert len(found) == UNNEEDED.get(name, 0), found
 
 
@@ -67,15 +67,15 @@ def test_lanes_of_a_random_step_meet_nowhere(seed: int) -> None:
     unneeded_waits(written(drawn(seed, STEPS + (MIXING if seed % 2 == 0 else []))[0], 8, 1 + seed % 3))
 
 
-def without(n: int) -> Callable[[KernelWriter], None]:
+def without(n: int) -> Callable[[KernelPlan], None]:
     """Takes one wait out."""
 
-    def change(writer: KernelWriter) -> None:
-        before, asking, leaving = writer.waits
+    def change(plan: KernelPlan) -> None:
+        before, asking, leaving = plan.waits
         waits = [*before, asking, leaving]
         assert waits[n]
         waits[n] = False
-        writer.waits = writer.waits._replace(before=waits[:-2], asking=waits[-2], leaving=waits[-1])
+        plan.waits = plan.waits._replace(before=waits[:-2], asking=waits[-2], leaving=waits[-1])
 
     return change
 
@@ -125,14 +125,14 @@ def a_tail_lost(monkeypatch: pytest.MonkeyPatch) -> None:
 
 def groups_off(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(GroupRows, "even", property(lambda self: True))
-    real = kernel._KernelBody._bounds
+    real = kernel_body.KernelBody._bounds
 
     def bounds(self):
         real(self)
         if self.rows is not None:
             self.low = self.code.add(self.low, 1)
 
-    monkeypatch.setattr(kernel._KernelBody, "_bounds", bounds)
+    monkeypatch.setattr(kernel_body.KernelBody, "_bounds", bounds)
 
 
 def a_lane_too_few(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -169,7 +169,7 @@ def test_faults_are_found(fault: Callable[[pytest.MonkeyPatch], None], monkeypat
 
 
 def test_a_wait_that_is_never_planned_is_a_race(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(kernel.WaitPlanner, "_clash", lambda self, *args: False)
+    monkeypatch.setattr(kernel_plan.WaitPlanner, "_clash", lambda self, *args: False)
     with pytest.raises(AssertionError, match="lanes meet"):
         unneeded_waits(written(cell("lstm")[0]))
 

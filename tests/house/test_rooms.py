@@ -86,6 +86,7 @@ DOORS = {
 }
 # What all stages of the compiler share: a step, the operations, what a graph may hold.
 _CONTRACTS = {f"compiler.{name}" for name in _SHARED}
+_EMITTER = ("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write")
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
     "loop.checkpoint": {"loop.advice", "loop.loop"},
@@ -109,22 +110,12 @@ INNER = {
     "compiler.emitter.ir": _CONTRACTS,
     "compiler.emitter.lower": {*_CONTRACTS, "compiler.emitter.ir"},
     "compiler.emitter.write": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
-    "compiler.emitter.device": {
-        *_CONTRACTS,
-        *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write"),
-    },
-    "compiler.targets": {
-        *(*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"),
-        *("compiler.targets.cpu", "compiler.targets.ptx"),
-    },
-    "compiler.targets.cpu": {
-        *(*_CONTRACTS, "compiler.targets.given"),
-        *("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write", "compiler.emitter.lowered"),
-    },
+    "compiler.emitter.device": {*_CONTRACTS, *_EMITTER},
+    "compiler.targets": {*_CONTRACTS, *_EMITTER[:2], "compiler.targets.cpu", "compiler.targets.ptx"},
+    "compiler.targets.cpu": {*_CONTRACTS, *_EMITTER, "compiler.emitter.lowered", "compiler.targets.given"},
     "compiler.targets.ptx": {
-        *(*_CONTRACTS, "compiler.targets.cpu", "compiler.emitter.device"),
-        *(f"compiler.targets.{name}" for name in ("eager", "given", "proved")),
-        *("compiler.emitter.lower", "compiler.emitter.lowered", "compiler.emitter.write"),
+        *(*_CONTRACTS, *_EMITTER[1:], "compiler.emitter.device", "compiler.emitter.lowered"),
+        *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.given", "compiler.targets.proved"),
     },
     "packed.time": {
         *(f"packed.{name}" for name in ("base", "dim", "dispatch", "index", "reduce")),
@@ -136,35 +127,26 @@ INNER = {
     "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.past"},
     "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
 }
+
+
+def _of(room: str, names: str) -> list[str]:
+    return [f"{room}.{name}" for name in names.split()]
+
+
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *(
-        f"loop.checkpoint.{name}"
-        for name in ("adjoint", "closures", "in_order", "leaving", "node", "options", "snapshots")
-    ),
-    *(f"loop.compiled.{name}" for name in ("around", "explain", "front", "in_graphs.in_graph", "pays")),
-    *(
-        f"loop.compiled.look.{name}"
-        for name in ("autocast", "carried_arrays", "draws", "frame", "look", "operation_log", "padded_rows", "template")
-    ),
-    *(f"loop.compiled.look.{name}" for name in ("python_state", "second_look", "values_read")),
-    *(
-        f"loop.compiled.run.{name}"
-        for name in ("array_plan", "blocks", "node", "plan", "program", "python_condition", "results", "rows_apart")
-    ),
-    "loop.compiled.run.stretches",
+    *_of("loop.checkpoint", "adjoint closures in_order leaving node options snapshots"),
+    *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
+    *_of("loop.compiled.look", "autocast carried_arrays draws frame look operation_log padded_rows python_state"),
+    *_of("loop.compiled.look", "second_look template values_read"),
+    *_of("loop.compiled.run", "array_plan blocks node plan program python_condition results rows_apart stretches"),
     "compiler.graph.core_operations",
-    *(f"compiler.emitter.ir.{name}" for name in ("arrays", "code", "failures", "kernels", "machine", "vector_math")),
-    *(
-        f"compiler.emitter.lower.{name}"
-        for name in ("calling", "convolution", "growing", "indexing", "lowering", "matrices", "movement", "numbers")
-    ),
-    *("compiler.emitter.lower.pointwise", "compiler.emitter.lower.reductions", "compiler.emitter.lower.special"),
-    *("compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
-    *(f"compiler.targets.{name}" for name in ("eager", "given", "proved")),
-    *(f"compiler.targets.{name}" for name in ("cpu.cache", "cpu.host", "cpu.target", "ptx.target")),
-    *(f"compiler.emitter.write.{name}" for name in ("bounds", "factorings", "function", "fuse", "in_order", "matmul")),
-    *(f"compiler.emitter.write.{name}" for name in ("matrices", "memory", "rows", "scratch", "walk_body")),
+    *_of("compiler.emitter.ir", "arrays code failures kernels machine vector_math"),
+    *_of("compiler.emitter.lower", "calling convolution growing indexing lowering matrices movement numbers pointwise"),
+    *_of("compiler.emitter.lower", "reductions special"),
+    *_of("compiler.emitter.write", "bounds factorings function fuse in_order matmul matrices memory rows scratch"),
+    *("compiler.emitter.write.walk_body", "compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
+    *_of("compiler.targets", "eager given proved cpu.cache cpu.host cpu.target ptx.target"),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *(f"packed.time.{name}" for name in ("convolution", "padding", "pooling", "resampling")),
     *("packed.time.images", "packed.time.spectrum", "packed.time.statistics"),

@@ -12,8 +12,25 @@ from typing import Any
 from tensorloop.compiler.step import Step, Unsupported
 from tensorloop.compiler.targets.cpu import core
 from tests.support.lanes import ORDERS, LanesCore
+from tests.support.ptx_checks import ARCHITECTURES, check_ptx
 
+# Tests that look into the CPU's own core, and fail with another one.
+NATIVE = {
+    "test_emitter_loops.py::test_threads_give_what_one_gives[": ("lstm backward", "gru", "layer norm", "attention"),
+    "test_emitter_loops.py::test_the_core_is_made_of_any_recurrence_with_its_places": (),
+    "test_emitter_team.py::test_fewer_threads_than_were_asked_for": (),
+    "test_emitter_team.py::test_a_team_has_the_scratch_memory_of_one_thread": (),
+    "test_emitter_team.py::test_a_step_is_shared_where_that_pays": (),
+    "test_operations.py::test_a_step_runs_on_the_target_of_its_place": (),
+}
 LANES, GROUPS = (1, 8, 32, 128), (1, 2, 4)
+
+
+def looks_inside(test: str) -> bool:
+    """Whether a test is of the CPU's own core."""
+    return any(
+        name in test and (not cases or any(f"[{one}]" in test for one in cases)) for name, cases in NATIVE.items()
+    )
 
 
 class Made:
@@ -37,8 +54,10 @@ def on(seed: int) -> Iterator[Made]:
 
     def emitted(step: Step, *, folder: Any = None, target: Any = None) -> Any:
         lanes, groups, order = draw.choice(LANES), draw.choice(GROUPS), draw.choice(ORDERS)
+        local, guarded = draw.choice((0, 48 * 1024)), draw.random() < 0.3
         try:
-            found = LanesCore(step, lanes, groups, order, seed=draw.random(), local=draw.choice((0, 48 * 1024)))
+            found = LanesCore(step, lanes, groups, order, seed=draw.random(), local=local, guarded=guarded)
+            check_ptx(found.kernels, draw.choice(ARCHITECTURES))
         except Unsupported as lack:
             made.refused[lack.args[0] if lack.args else str(lack)] += 1
             core.instead.remove(emitted)

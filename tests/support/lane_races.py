@@ -9,7 +9,7 @@ from typing import NamedTuple, TypeGuard
 
 import torch
 
-from tensorloop.compiler.emitter.device.kernel import KernelWriter
+from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lanes import LaneShare, walking_order
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Reduce, Running, Scatter
@@ -27,29 +27,27 @@ class Access(NamedTuple):
     writes: bool
 
 
-def unneeded_waits(writer: KernelWriter) -> list[str]:
+def unneeded_waits(plan: KernelPlan) -> list[str]:
     """Waits of a kernel without which no two lanes meet; AssertionError where they meet although they wait."""
-    before, asking, leaving = writer.waits
-    parts = [list(_unit(writer, n)) for n in range(len(writer.units))]
-    assert not _meet(writer, parts, before, asking, leaving), "lanes meet"
+    before, asking, leaving = plan.waits
+    parts = [list(_unit(plan, n)) for n in range(len(plan.units))]
+    assert not _meet(plan, parts, before, asking, leaving), "lanes meet"
     found = []
     for n, waits in enumerate(before):
-        if waits and not _meet(writer, parts, [*before[:n], False, *before[n + 1 :]], asking, leaving):
+        if waits and not _meet(plan, parts, [*before[:n], False, *before[n + 1 :]], asking, leaving):
             found.append(f"before part {n}")
-    if asking and not _meet(writer, parts, before, False, leaving):
+    if asking and not _meet(plan, parts, before, False, leaving):
         found.append("before it asks")
-    if leaving and not _meet(writer, parts, before, asking, False):
+    if leaving and not _meet(plan, parts, before, asking, False):
         found.append("before the last carry")
     return found
 
 
-def _meet(
-    writer: KernelWriter, parts: Sequence[list[Access]], before: Sequence[bool], asking: bool, leaving: bool
-) -> bool:
+def _meet(plan: KernelPlan, parts: Sequence[list[Access]], before: Sequence[bool], asking: bool, leaving: bool) -> bool:
     """Whether one lane writes what another one touches before they have waited."""
-    step, since = writer.step, _Since(writer)
-    for n in writer.pairs:
-        since.all(_copy(writer, step.carry[n], step.next[n].buffer, writes=True), -1)
+    step, since = plan.step, _Since(plan)
+    for n in plan.pairs:
+        since.all(_copy(plan, step.carry[n], step.next[n].buffer, writes=True), -1)
     for turn in range(TURNS):
         for part, waits in zip(parts, before, strict=True):
             if waits:
@@ -59,25 +57,25 @@ def _meet(
             if asking:
                 since.clear()
             box = _box(step.going, [range(size) for size in step.going.shape])
-            since.all([Access(lane, step.going.buffer, box, False) for lane in range(writer.lanes)], turn)
+            since.all([Access(lane, step.going.buffer, box, False) for lane in range(plan.lanes)], turn)
     if leaving:
         since.clear()
     for array in step.carry:
-        since.all(_copy(writer, array, array.buffer, writes=False), TURNS)
+        since.all(_copy(plan, array, array.buffer, writes=False), TURNS)
     return since.met
 
 
 class _Since:
     """Who has touched which element since the last wait."""
 
-    def __init__(self, writer: KernelWriter) -> None:
-        self.writer, self.met = writer, False
+    def __init__(self, plan: KernelPlan) -> None:
+        self.plan, self.met = plan, False
         self.readers: dict[object, set[int]] = {}
-        self.writers: dict[object, int] = {}
+        self.plans: dict[object, int] = {}
 
     def clear(self) -> None:
         self.readers.clear()
-        self.writers.clear()
+        self.plans.clear()
 
     def all(self, accesses: Sequence[Access], turn: int) -> None:
         for lane, buffer, elements, writes in accesses:
@@ -86,23 +84,23 @@ class _Since:
                 continue
             for element in self._bytes(buffer, elements):
                 place = key, element
-                self.met |= self.writers.get(place, lane) != lane
+                self.met |= self.plans.get(place, lane) != lane
                 if writes:
                     self.met |= bool(self.readers.get(place, {lane}) - {lane})
-                    self.writers[place] = lane
+                    self.plans[place] = lane
                 else:
                     self.readers.setdefault(place, set()).add(lane)
 
     def _bytes(self, buffer: Region, elements: list[int]) -> list[int]:
-        if buffer not in self.writer.offsets:
+        if buffer not in self.plan.offsets:
             return elements
-        at, size = self.writer.offsets[buffer], buffer.dtype.itemsize
+        at, size = self.plan.offsets[buffer], buffer.dtype.itemsize
         return [at + size * element + n for element in elements for n in range(size)]
 
     def _key(self, buffer: Region, turn: int) -> object:
         """Which memory it is at this step; None for what no step writes."""
         if buffer.kind == "carry":
-            after = self.writer.step.next[buffer.index].buffer
+            after = self.plan.step.next[buffer.index].buffer
             return (
                 ("pair", buffer.index, (turn + 1) % 2) if after.kind == "next" else (after.kind, after.index, turn - 1)
             )
@@ -110,18 +108,16 @@ class _Since:
             return "pair", buffer.index, turn % 2
         if buffer.kind in ("out", "sum"):
             return buffer.kind, buffer.index, turn if buffer.kind == "out" else 0
-        return "scratch" if buffer in self.writer.offsets else None
+        return "scratch" if buffer in self.plan.offsets else None
 
 
-def _copy(writer: KernelWriter, array: Array, buffer: Region, *, writes: bool) -> list[Access]:
+def _copy(plan: KernelPlan, array: Array, buffer: Region, *, writes: bool) -> list[Access]:
     """A carry copied, by neighbours."""
     if not array.numel:
         return []
-    rows = writer.rows
-    count = (
-        array.numel // rows.count * rows.share if rows is not None and writer.has_rows(array.buffer) else array.numel
-    )
-    return [Access(n % writer.lanes, buffer, [n], writes) for n in range(count)]
+    rows = plan.rows
+    count = array.numel // rows.count * rows.share if rows is not None and plan.has_rows(array.buffer) else array.numel
+    return [Access(n % plan.lanes, buffer, [n], writes) for n in range(count)]
 
 
 def _box(array: Array, ranges: Sequence[Sequence[int]], more: Sequence[tuple[int, int]] = ()) -> list[int]:
@@ -134,19 +130,19 @@ def _box(array: Array, ranges: Sequence[Sequence[int]], more: Sequence[tuple[int
     return found.tolist()
 
 
-def _unit(writer: KernelWriter, n: int) -> Iterator[Access]:
+def _unit(plan: KernelPlan, n: int) -> Iterator[Access]:
     """What each lane touches in a unit."""
-    unit, share, dim = writer.units[n], writer.shares[n], writer.dims[n]
+    unit, share, dim = plan.units[n], plan.shares[n], plan.dims[n]
     if share.by == "first":
         for array in (*unit.reads(), *unit.writes()):
             whole = _box(array, [range(size) for size in array.shape])
             yield Access(0, array.buffer, whole, array in unit.writes())
         return
-    for lane, index in _elements(writer, share):
+    for lane, index in _elements(plan, share):
         if isinstance(unit, WalkGroup):
-            yield from _walk(writer, unit, share, lane, index, dim)
+            yield from _walk(plan, unit, share, lane, index, dim)
         elif isinstance(unit, Matmul):
-            yield from _product(writer, unit, share, lane, index, dim)
+            yield from _product(plan, unit, share, lane, index, dim)
         else:
             assert isinstance(unit, Scatter | Running)
             array = unit.index if isinstance(unit, Scatter) else unit.array
@@ -161,21 +157,21 @@ def _at(array: Array, index: dict[int, range], more: Sequence[tuple[int, int]] =
     return _box(array, [index[d] for d in range(len(array.shape))], more)
 
 
-def _elements(writer: KernelWriter, share: LaneShare) -> Iterator[tuple[int, dict[int, range]]]:
+def _elements(plan: KernelPlan, share: LaneShare) -> Iterator[tuple[int, dict[int, range]]]:
     """The first lane that has an element of the first group, and the element."""
     sizes = list(share.sizes)
-    if share.rows and writer.rows is not None:
-        sizes[0] = sizes[0] * writer.rows.share // writer.rows.count
+    if share.rows and plan.rows is not None:
+        sizes[0] = sizes[0] * plan.rows.share // plan.rows.count
     for number in range(math.prod(sizes)):
         index, rest = {}, number
         for d, size in reversed([*zip(share.order, sizes, strict=True)]):
             rest, place = divmod(rest, size)
             index[d] = range(place, place + 1)
-        yield number % (writer.lanes // share.team) * share.team, index
+        yield number % (plan.lanes // share.team) * share.team, index
 
 
 def _walk(
-    writer: KernelWriter, unit: WalkGroup, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
+    plan: KernelPlan, unit: WalkGroup, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
 ) -> Iterator[Access]:
     reduced = [d for d in walking_order(unit, dim) if d in unit.over]
     for number in range(math.prod(unit.space[d] for d in reduced)):
@@ -186,9 +182,9 @@ def _walk(
         for walk in unit.walks:
             for array in walk.reads():
                 more = zip(walk.sizes, walk.steps, strict=True) if _gathers(walk, array) else ()
-                if array.buffer.kind != "scratch" or array.buffer in writer.stored:
+                if array.buffer.kind != "scratch" or array.buffer in plan.stored:
                     yield Access(lane + number % share.team, array.buffer, _at(array, here, [*more]), False)
-            if not isinstance(walk, Reduce) and (walk.out.buffer.kind != "scratch" or walk.out.buffer in writer.stored):
+            if not isinstance(walk, Reduce) and (walk.out.buffer.kind != "scratch" or walk.out.buffer in plan.stored):
                 yield Access(lane + number % share.team, walk.out.buffer, _at(walk.out, here), True)
     first = {d: index.get(d, range(1)) for d in range(len(unit.space))}
     for walk in unit.walks:
@@ -201,15 +197,15 @@ def _gathers(walk: object, array: Array) -> TypeGuard[Gather]:
 
 
 def _product(
-    writer: KernelWriter, unit: Matmul, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
+    plan: KernelPlan, unit: Matmul, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
 ) -> Iterator[Access]:
     m, n = len(unit.out.shape) - 2, len(unit.out.shape) - 1
     block = {**index, m: range(index[m].start * share.tall, index[m].stop * share.tall)}
     depth = range(unit.a.shape[-1])
-    if dim == n + 1 and writer.rows is not None:
-        depth = range(writer.rows.share)
+    if dim == n + 1 and plan.rows is not None:
+        depth = range(plan.rows.share)
     yield Access(lane, unit.a.buffer, _at(unit.a, {**block, n: depth}), False)
-    if unit.b not in writer.packed:
+    if unit.b not in plan.packed:
         yield Access(lane, unit.b.buffer, _at(unit.b, {**block, m: depth}), False)
     if unit.addend is not None:
         yield Access(lane, unit.addend.buffer, _at(unit.addend, block), False)

@@ -7,16 +7,20 @@ makes of it, nor how fast that is.
 import ctypes
 import dataclasses
 import random
+from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorloop.compiler.emitter.device.device_math import TWO_OVER_PI
 from tensorloop.compiler.emitter.device.devices import Coroutines
-from tensorloop.compiler.emitter.device.kernel import KernelWriter
+from tensorloop.compiler.emitter.device.kernel import write_text
+from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.targets.cpu import guard_text
 from tensorloop.compiler.targets.cpu.host import host, llvm
 from tensorloop.compiler.targets.given import OUT_OF_RANGE, NeededTensors, lay_out
 
@@ -26,8 +30,12 @@ ORDERS = ("as is", "turned", "random")
 class Lanes:
     """A module of `Coroutines`, compiled."""
 
-    def __init__(self, module: str, lanes: int, arguments: int, level: int = 1) -> None:
+    def __init__(self, module: str, lanes: int, arguments: int, level: int = 1, guarded: bool = False) -> None:
         binding, here = llvm(), host()
+        self.lines: list[str] = []
+        if guarded:  # what lies in the module itself is a region too, so it has a name outside
+            self.lines = module.splitlines()
+            module = guard_text.checked(module.replace("internal constant", "constant"), "nounwind")
         parsed = binding.parse_assembly(module)
         parsed.verify()
         machine = binding.Target.from_triple(here.triple).create_target_machine(
@@ -42,7 +50,24 @@ class Lanes:
         self._run = ctypes.CFUNCTYPE(place, *[place] * arguments, word, place, word, word)(at("run"))
         self._resume, self._destroy = (ctypes.CFUNCTYPE(None, place)(at(name)) for name in ("resume", "destroy"))
         self._done = ctypes.CFUNCTYPE(word, place)(at("done"))
+        if guarded:
+            self._guard = ctypes.CFUNCTYPE(None, place)(at("guard"))
+            table = self._engine.get_global_value_address("two_over_pi") if "@two_over_pi" in module else 0
+            self._own = [(table, table + 8 * len(TWO_OVER_PI), 0)] if table else []
         self.lanes = lanes
+
+    def guard(self, regions: Sequence[tuple[int, int, int]]) -> "array[int]":
+        """Says which memory may be touched from here on: where it begins and ends, and whether it may be written."""
+        rows = [*regions, *self._own]
+        block = array("q", [0, 0, 0, 0, 0, len(rows), 0, *(word for row in rows for word in row)])
+        self._guard(block.buffer_info()[0])
+        return block
+
+    def said(self, block: "array[int]") -> None:
+        """Raises where a lane has been outside of all regions."""
+        if block[0]:
+            line = self.lines[block[3] - 1].strip()
+            raise AssertionError(f"{block[0]} accesses out of bounds, the first of {block[2]} bytes by: {line}")
 
     def group(self, addresses: Sequence[int], steps: int, scratch: int, group: int, turn: Callable[[], Any]) -> None:
         """Runs one group to its end; `turn` says in which order lanes go to their next wait."""
@@ -83,14 +108,15 @@ class LanesCore:
         lanes: int = 32,
         groups: int = 1,
         order: str = "as is",
-        change: Callable[[KernelWriter], object] = lambda writer: None,
+        change: Callable[[KernelPlan], object] = lambda plan: None,
         local: int = 48 * 1024,
         seed: float = 0,
+        guarded: bool = False,
     ) -> None:
         self.kernels = lowered(step)
-        writer = KernelWriter(self.kernels, Coroutines(host(), lanes, groups, local))
-        change(writer)
-        self.text = writer.text()
+        plan = KernelPlan(self.kernels, Coroutines(host(), lanes, groups, local))
+        change(plan)
+        self.text = write_text(plan)
         self.order = Order(order, random.Random(seed))
         roles = (
             *(self.kernels.invariants, self.kernels.sequences, self.kernels.carry),
@@ -98,7 +124,8 @@ class LanesCore:
         )
         self._needed = NeededTensors(step, roles, "cpu")
         count = sum(map(len, roles)) + len(self.kernels.constants) + len(self.text.packed) + len(step.carry) + 1
-        self._loaded = Lanes(self.text.module, lanes, count)
+        self._loaded = Lanes(self.text.module, lanes, count, guarded=guarded)
+        self._guarded = guarded
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         steps, invariants, sequences, carry, outs, sums, _ = call = self._needed.as_numbers(call)
@@ -134,12 +161,22 @@ class LanesCore:
         for group in self.order.of(text.groups):
             addresses = [x.data_ptr() for x in parts]
             place = begin + group * text.scratch
+            block = self._loaded.guard(self._regions(parts, place)) if self._guarded else None
             self._loaded.group(addresses, steps, place, group, lambda: self.order.of(text.lanes))
+            if block is not None:
+                self._loaded.said(block)
         if int(status[1]):
             raise IndexError(OUT_OF_RANGE)
         for n in text.apart:
             sums[n].add_(totals[n].sum(0))
         return last, int(status[0])
+
+    def _regions(self, parts: Sequence[Tensor], place: int) -> list[tuple[int, int, int]]:
+        """A call's tensors, of which those behind the carry are written, and the group's scratch."""
+        step, text = self.kernels, self.text
+        read = len(step.invariants) + len(step.constants) + len(text.packed) + len(step.sequences) + len(step.carry)
+        found = [(x.data_ptr(), x.data_ptr() + _span(x), int(n >= read)) for n, x in enumerate(parts)]
+        return [(place, place + text.scratch, 1), *found]
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
         """Whether so many steps stay in their memory: sizes are known, and they do."""
@@ -148,3 +185,10 @@ class LanesCore:
     def stepping(self, invariants: Sequence[Tensor]) -> "LanesCore":
         """This core: nothing is prepared."""
         return self
+
+
+def _span(x: Tensor) -> int:
+    """Bytes from the first element to the end of the last."""
+    if not x.numel():
+        return 0
+    return x.itemsize * (1 + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True)))

@@ -1,0 +1,253 @@
+"""A kernel's lines: the rows of a group, the carry's two places, a step's units, and the last carry."""
+
+import contextlib
+from collections.abc import Sequence
+
+from tensorloop.compiler.emitter.device.device_math import DeviceMath
+from tensorloop.compiler.emitter.device.devices import Device
+from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan, copying
+from tensorloop.compiler.emitter.device.lane_product import LaneProduct
+from tensorloop.compiler.emitter.device.lane_walk import LaneWalk
+from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
+from tensorloop.compiler.emitter.ir.code import Code, Index
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Matrix, Scatter
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
+from tensorloop.compiler.emitter.write import in_order
+from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
+from tensorloop.compiler.emitter.write.fuse import (
+    Unit,
+    WalkGroup,
+)
+from tensorloop.compiler.emitter.write.matrices import Matrices
+from tensorloop.compiler.emitter.write.memory import Memory, RowRange
+
+
+class Names:
+    """Names of the kernel's addresses, in their order."""
+
+    def __init__(self, step: LoweredStep, packed: int) -> None:
+        counts = {
+            "invariant": len(step.invariants),
+            "constant": len(step.constants),
+            "packed": packed,
+            "sequence": len(step.sequences),
+            "first": len(step.carry),
+            "out": len(step.outs),
+            "sum": len(step.sums),
+            "last": len(step.carry),
+        }
+        self.of = {(kind, n): f"%{kind}.{n}" for kind, count in counts.items() for n in range(count)}
+        self.all = [*self.of.values(), "%status"]
+
+
+class _Pointers(dict[Region, str]):
+    """Names by buffer: of scratch its place, else by kind and index."""
+
+    def __init__(self, names: dict[tuple[str, int], str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __missing__(self, buffer: Region) -> str:
+        if buffer.kind == "value":
+            return "poison"
+        return self.names[buffer.kind, buffer.index]
+
+
+class LaneMemory(Memory):
+    """Memory whose functions are those of a device."""
+
+    def __init__(self, code: Code, target: Device, pointers: dict[Region, str], error: str) -> None:
+        super().__init__(code, target.machine, pointers, error)
+        self.math = DeviceMath(code)
+
+
+class KernelBody:
+    """Writes a kernel's lines."""
+
+    def __init__(self, plan: KernelPlan, code: Code, names: Names) -> None:
+        self.plan, self.code, self.given, self.step = plan, code, names.of, plan.step
+        self.device, self.rows = plan.device, plan.rows
+        self.low: Index = 0
+        self.high: Index = 0
+        self.shifts: dict[int, Index] = {}
+
+    def write(self) -> None:
+        """All of it."""
+        code, step, waits = self.code, self.step, self.plan.waits
+        self._bounds()
+        self.leads = code.op("icmp eq i64 %lane, 0", "i1")
+        self.first_group = code.op("icmp eq i64 %group, 0", "i1")
+        pairs = self._pairs()
+        begin = self._begin(pairs)
+        names = dict(self.given)
+        for n, array in enumerate(step.sums):
+            if self.plan.is_apart(n):
+                names["sum", n] = code.pointer(names["sum", n], code.times("%group", array.buffer.bytes))
+        places = {buffer: self._scratch(buffer, at) for buffer, at in self.plan.offsets.items()}
+        if step.source.reverse:
+            code.line("%last.step = sub i64 %steps, 1")
+        before = code.block
+        code.line("br label %step")
+        code.label("step")
+        turn = code.phi("%turn", "i64", "0", before)
+        carried = [code.phi(code.name("carry"), "ptr", one, before) for one in begin]
+        following = {n: code.phi(code.name("next"), "ptr", one, before) for n, (one, _) in pairs.items()}
+        names |= {("carry", n): phi.name for n, phi in enumerate(carried)}
+        names |= {("next", n): phi.name for n, phi in following.items()}
+        memory = self._memory(names, places)
+        for n in range(len(self.plan.units)):
+            if waits.before[n]:
+                self.device.wait(code)
+            self._unit(memory, n)
+        after = [memory.pointers[array.buffer] for array in step.next]
+        # A carry has two places. The step has read one and written the other, which is read next.
+        swapped = {}
+        for n, (one, other) in pairs.items():
+            same = code.op(f"icmp eq ptr {following[n].name}, {one}", "i1").text
+            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
+        done = code.op("add nsw i64 %turn, 1", "i64").text
+        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
+        if step.going is not None:
+            # All lanes of a group, and all groups, read the same: else some would wait for others that have left.
+            if waits.asking:
+                self.device.wait(code)
+            more = code.binary("and", more, memory.load(step.going.squeeze(), (), None, 1, None))
+        latch = code.block
+        code.line(f"br i1 {more.text}, label %step, label %finish")
+        turn.close(done, latch)
+        for phi, end in zip(carried, after, strict=True):
+            phi.close(end, latch)
+        for n, phi in following.items():
+            phi.close(swapped[n], latch)
+        code.label("finish")
+        self._finish(after, done)
+
+    def _bounds(self) -> None:
+        """The rows of this group."""
+        code, rows = self.code, self.rows
+        if rows is None:
+            return
+        self.low = code.times("%group", rows.share)
+        self.high = code.add(self.low, rows.share)
+        if not rows.even:
+            fits = code.op(f"icmp slt i64 {self.high}, {rows.count}", "i1").text
+            self.high = code.op(f"select i1 {fits}, i64 {self.high}, i64 {rows.count}", "i64").text
+
+    def _scratch(self, buffer: Region, offset: int) -> str:
+        """Where row 0 of a scratch buffer would lie, so that this group's first row lies at the offset."""
+        code, rows = self.code, self.rows
+        place = code.pointer("%scratch", offset)
+        if rows is None or not self.plan.has_rows(buffer):
+            return place
+        assert isinstance(buffer.bytes, int)
+        size = buffer.bytes // rows.count
+        if size not in self.shifts:
+            self.shifts[size] = code.times(self.low, -size)
+        return code.pointer(place, self.shifts[size])
+
+    def _pairs(self) -> dict[int, tuple[str, str]]:
+        """Two places for each carry that has none in an output."""
+        made, offset = {}, 0
+        for n in self.plan.pairs:
+            buffer = self.step.next[n].buffer
+            size = self.plan.room(buffer)
+            made[n] = self._scratch(buffer, offset), self._scratch(buffer, offset + size)
+            offset += 2 * size
+        return made
+
+    def _begin(self, pairs: dict[int, tuple[str, str]]) -> list[str]:
+        """Where each carry is read at the first step: what takes turns in scratch memory is copied into it."""
+        begin = []
+        for n, array in enumerate(self.step.carry):
+            first = self.given["first", n]
+            if n in pairs:
+                self._copy(array, first, pairs[n][1])
+            begin.append(pairs[n][1] if n in pairs else first)
+        return begin
+
+    def _memory(self, names: dict[tuple[str, int], str], places: dict[Region, str]) -> Memory:
+        """Where everything lies at this step."""
+        code, step = self.code, self.step
+        index = code.op("sub i64 %last.step, %turn", "i64").text if step.source.reverse else "%turn"
+        for kind, arrays in (("sequence", step.sequences), ("out", step.outs)):
+            for n, array in enumerate(arrays):
+                size = array.numel * array.dtype.itemsize
+                names[kind, n] = code.pointer(self.given[kind, n], code.times(index, size))
+        pointers = _Pointers(names)
+        pointers.update(places)
+        return LaneMemory(code, self.device, pointers, code.pointer("%status", 8))
+
+    def _range(self, dim: int | None) -> RowRange | None:
+        return None if self.rows is None or dim is None else RowRange(str(self.low), str(self.high), dim)
+
+    def _unit(self, memory: Memory, n: int) -> None:
+        """One unit, as its lanes share it."""
+        plan = self.plan
+        unit, dim, share = plan.units[n], plan.dims[n], plan.shares[n]
+        rows = self._range(dim)
+        conditions = []
+        if any(array.buffer.kind == "sum" for array in unit.writes()) and dim is None and self.rows is not None:
+            conditions.append(self.first_group)  # each group has computed it, one adds it
+        if share.by == "first":
+            conditions.append(self.leads)
+        with contextlib.ExitStack() as blocks:
+            for condition in conditions:
+                blocks.enter_context(self.code.when(condition))
+            self._write(memory, unit, rows, share)
+
+    def _write(self, memory: Memory, unit: Unit, rows: RowRange | None, share: LaneShare) -> None:
+        lanes = self.plan.lanes
+        if isinstance(unit, WalkGroup):
+            LaneWalk(memory, unit, self.plan.stored, rows, share, lanes).emit(self.device)
+        elif isinstance(unit, Matmul):
+            right = self.plan.packed.get(unit.b, unit.b)
+            LaneProduct(memory, unit, right, rows, share, lanes).emit()
+        elif isinstance(unit, Matrix):
+            Matrices(memory, unit, rows, ALGORITHMS[unit.how], "poison").emit()
+        else:
+            assert not isinstance(unit, CallOut)
+            self._lines(memory, unit, rows, share)
+
+    def _lines(
+        self, memory: Memory, unit: "Scatter | in_order.Running", rows: RowRange | None, share: LaneShare
+    ) -> None:
+        """A scatter or a running sum, a line along its dim each lane."""
+        bounds = (rows.low, rows.high) if share.rows and rows is not None else None
+        shape = unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
+
+        def line_at(places: list[Index]) -> None:
+            index: list[Index] = [0] * len(shape)
+            for d, place in zip(share.order, places, strict=True):
+                index[d] = place
+            if not isinstance(unit, Scatter):
+                in_order.running_line(memory, unit, index, None, 1, None)
+                return
+            with self.code.loop(0, shape[unit.dim]) as loop:
+                index[unit.dim] = loop.index
+                in_order.scatter_one(memory, unit, index)
+
+        Elements(self.code, share.sizes, bounds, share.count).each(self.plan.lanes, line_at)
+
+    def _finish(self, after: Sequence[str], done: str) -> None:
+        """The last carry into the caller's memory, and the number of steps."""
+        code = self.code
+        if self.plan.waits.leaving:
+            self.device.wait(code)
+        with code.when(code.binary("and", self.leads, self.first_group)):
+            code.line(f"store i64 {done}, ptr %status, align 8")
+        for n, array in enumerate(self.step.carry):
+            own = self.rows is None or self.plan.has_rows(array.buffer)
+            with contextlib.nullcontext() if own else code.when(self.first_group):
+                self._copy(array, after[n], self.given["last", n])
+
+    def _copy(self, array: Array, source: str, place: str) -> None:
+        if not array.numel:
+            return
+        group = copying(array)
+        (point,) = group.walks
+        pointers = {point.reads()[0].buffer: source, point.writes()[0].buffer: place}
+        memory = LaneMemory(self.code, self.device, pointers, "poison")
+        rows = self._range(0) if self.plan.has_rows(array.buffer) else None
+        share = self.plan.whole(array)
+        LaneWalk(memory, group, {point.writes()[0].buffer}, rows, share, self.plan.lanes).emit(self.device)

@@ -1,0 +1,160 @@
+"""What a kernel is made of: units and how lanes share them, places in scratch memory, waits."""
+
+import math
+from collections.abc import Sequence
+
+from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
+from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, share_lanes
+from tensorloop.compiler.emitter.device.waits import Touch, WaitPlanner, touches, whole_touches
+from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
+from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Point
+from tensorloop.compiler.emitter.lower import growing
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
+from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
+from tensorloop.compiler.emitter.write.fuse import (
+    Unit,
+    WalkGroup,
+    drop_unread,
+    find_stored,
+    group_walks,
+    join_additions,
+    split_by_readers,
+)
+from tensorloop.compiler.emitter.write.matmul import turn_product
+from tensorloop.compiler.emitter.write.matrices import work_of
+from tensorloop.compiler.emitter.write.rows import share_rows
+from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
+from tensorloop.compiler.step import Unsupported
+
+ENOUGH_LANES = 256  # of a group, where nobody says how many: more wait longer for each other than they gain
+
+
+class KernelPlan:
+    """A step's kernels put together for a device: who does what, where it lies, and where lanes wait."""
+
+    def __init__(self, step: LoweredStep, device: Device) -> None:
+        _refuse(step)
+        self.step, self.device, self.machine = step, device, device.machine
+        kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
+        kept |= {step.going.buffer} if step.going is not None else set()
+        kernels = [growing.ordered(kernel) for kernel in drop_unread(step.kernels, kept)]
+        kernels = [turn_product(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
+        self.units: list[Unit] = group_walks(split_by_readers(join_additions(kernels, kept), kept))
+        self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
+        self.stored = find_stored(self.units, kept)
+        for unit in self.units:
+            if isinstance(unit, Matrix):
+                if unit.check is not None:
+                    raise Unsupported(f"{unit.check.name}, which fails where a matrix is singular")
+                unit.work = work_of(unit, self.machine)
+        self.packed = _packed(self.units)
+        self.split = share_rows(step, self.units, {})
+        self.rows = self._rows()
+        if self.rows is None:
+            self.split = None
+        self.dims = [None if self.split is None else self.split.dims[n] for n in range(len(self.units))]
+        self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
+        self.lanes = self._lanes()
+        self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
+        self.offsets, self.scratch = self._place()
+        self.local = self.scratch <= device.local
+        self._plan()
+
+    def _rows(self) -> GroupRows | None:
+        """What each group has of the rows; None where one group has all."""
+        if self.split is None:
+            return None
+        check_rows(self.units, self.split.dims, self.split.count)
+        share = -(-self.split.count // max(1, self.device.groups))
+        groups = -(-self.split.count // share)
+        return GroupRows(self.split.count, share, groups) if groups > 1 else None
+
+    def _lanes(self) -> int:
+        """As the device says, or enough for the unit with most elements."""
+        lanes = self.device.lanes_a_group
+        if not lanes:
+            most = 1
+            for unit, dim in zip(self.units, self.dims, strict=True):
+                part = self.rows.share / self.rows.count if self.rows is not None and dim is not None else 1
+                size = math.prod(unit.space) if isinstance(unit, WalkGroup | Matrix) else unit.writes()[0].numel
+                most = max(most, math.ceil(part * size))
+            lanes = min(ENOUGH_LANES, -(-most // WARP) * WARP)
+        if not 0 < lanes <= MOST_LANES:
+            raise Unsupported(f"{lanes} lanes of a group, of which there are at most {MOST_LANES}")
+        return lanes
+
+    # scratch
+
+    def has_rows(self, buffer: Region) -> bool:
+        """Whether each group has a part of a buffer."""
+        return self.split is not None and self.split.buffers.get(buffer, False)
+
+    def room(self, buffer: Region) -> int:
+        """Bytes that a group needs of a buffer: of its own rows, where it has rows."""
+        assert isinstance(buffer.bytes, int)
+        if self.rows is not None and self.has_rows(buffer):
+            return line(buffer.bytes // self.rows.count * self.rows.share)
+        return line(buffer.bytes)
+
+    def _place(self) -> tuple[dict[Region, int], int]:
+        """Offsets of scratch buffers; those of carries come first."""
+
+        def moved(unit: Unit) -> list[Region]:
+            return [unit.work] if isinstance(unit, Matrix) and unit.work is not None else []
+
+        lives = find_lives(self.units, self.stored, moved, self.step.going)
+        end = sum(2 * self.room(self.step.next[n].buffer) for n in self.pairs)
+        places, total = place_scratch(lives, end, self.room)
+        return places, max(LINE, total) + self.device.own_scratch(self.lanes)
+
+    def _plan(self) -> None:
+        """Where lanes wait."""
+        step, first, last = self.step, list[Touch](), list[Touch]()
+        for n, array in enumerate(step.carry):
+            if array.numel:
+                after, share = step.next[n], self.whole(array)
+                first += whole_touches(_same(after.buffer, array), share, writes=True) if n in self.pairs else []
+                last += whole_touches(_same(array.buffer, array), share, writes=False)
+        parts = [touches(unit, share, self.stored) for unit, share in zip(self.units, self.shares, strict=True)]
+        ranges = {buffer: (at, at + self.room(buffer)) for buffer, at in self.offsets.items()}
+        self.waits = WaitPlanner(step, ranges).plan(parts, first, last)
+
+    def whole(self, array: Array) -> LaneShare:
+        """How lanes share a carry that is copied."""
+        group = copying(array)
+        return share_lanes(group, 0 if self.has_rows(array.buffer) else None, self.rows, self.lanes)
+
+    def is_apart(self, n: int) -> bool:
+        """Whether each group has a sum of its own."""
+        return self.split is not None and self.step.sums[n].buffer in self.split.apart
+
+
+def _refuse(step: LoweredStep) -> None:
+    """Raises where a step has what no device text has a form of."""
+    if step.called:
+        raise Unsupported(f"{step.called[0].target}, which torch does", step.called[0])
+    arrays = (*step.carry, *step.sequences)
+    if step.source.growth or any(array.buffer.kind in ("array", "prefix") for array in arrays):
+        raise Unsupported("a TensorArray in the carry")
+
+
+def _packed(units: Sequence[Unit]) -> dict[Array, Array]:
+    """Right operands that stay the same and whose columns are no neighbours, and the copies in which they are."""
+    found: dict[Array, Array] = {}
+    for unit in units:
+        if not isinstance(unit, Matmul) or unit.b.buffer.kind not in ("invariant", "constant"):
+            continue
+        if unit.b.strides[-1] != 1 and unit.b.shape[-1] > 1:
+            region = Region("packed", 0, unit.b.numel, unit.b.dtype)
+            found.setdefault(unit.b, contiguous(region, unit.b.shape))
+    return found
+
+
+def _same(buffer: Region, array: Array) -> Array:
+    return contiguous(buffer, array.shape)
+
+
+def copying(array: Array) -> WalkGroup:
+    """A copy of a dense array, for others to say of what."""
+    a, b = (contiguous(Region("copy", n, array.numel, array.dtype), array.shape) for n in range(2))
+    return WalkGroup(array.shape, [Point("copy", copied, (a,), b)])
