@@ -20,7 +20,7 @@ from tensorloop.compiler.emitter.write.fuse import (
     WalkGroup,
 )
 from tensorloop.compiler.emitter.write.matrices import Matrices
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
+from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 
 
 class Names:
@@ -39,19 +39,6 @@ class Names:
         }
         self.of = {(kind, n): f"%{kind}.{n}" for kind, count in counts.items() for n in range(count)}
         self.all = [*self.of.values(), "%status"]
-
-
-class _Pointers(dict[Region, str]):
-    """Names by buffer: of scratch its place, else by kind and index."""
-
-    def __init__(self, names: dict[tuple[str, int], str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __missing__(self, buffer: Region) -> str:
-        if buffer.kind == "value":
-            return "poison"
-        return self.names[buffer.kind, buffer.index]
 
 
 class LaneMemory(Memory):
@@ -174,7 +161,7 @@ class KernelBody:
             for n, array in enumerate(arrays):
                 size = array.numel * array.dtype.itemsize
                 names[kind, n] = code.pointer(self.given[kind, n], code.times(index, size))
-        pointers = _Pointers(names)
+        pointers = Pointers(names)
         pointers.update(places)
         return LaneMemory(code, self.device, pointers, code.pointer("%status", 8))
 

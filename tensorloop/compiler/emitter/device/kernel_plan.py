@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
 from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, share_lanes
-from tensorloop.compiler.emitter.device.waits import Touch, WaitPlanner, touches, whole_touches
+from tensorloop.compiler.emitter.device.waits import LaneTouch, WaitPlanner, touches, whole_touches
 from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Point
 from tensorloop.compiler.emitter.lower import growing
@@ -109,7 +109,7 @@ class KernelPlan:
 
     def _plan(self) -> None:
         """Where lanes wait."""
-        step, first, last = self.step, list[Touch](), list[Touch]()
+        step, first, last = self.step, list[LaneTouch](), list[LaneTouch]()
         for n, array in enumerate(step.carry):
             if array.numel:
                 after, share = step.next[n], self.whole(array)

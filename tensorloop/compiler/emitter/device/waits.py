@@ -18,7 +18,7 @@ FIRST: Piece = ("first",)  # what the first lane alone touches
 STEPS = 4  # places change with every second step, and a slice of an output is met one step later
 
 
-class Touch(NamedTuple):
+class LaneTouch(NamedTuple):
     """Memory that a part of a step touches: which lane has which element; None where a lane may have any.
 
     `array` has all that is touched, and more; None where it may be all of the buffer.
@@ -62,7 +62,7 @@ def canonical(array: Array, order: Sequence[int]) -> Piece | None:
     return (*merged, array.offset)
 
 
-def touches(unit: Unit, share: LaneShare, stored: set[Region]) -> list[Touch]:
+def touches(unit: Unit, share: LaneShare, stored: set[Region]) -> list[LaneTouch]:
     """What a unit touches that a step writes; scratch that is not stored is in registers."""
     written = set(unit.writes())
     found = []
@@ -70,9 +70,9 @@ def touches(unit: Unit, share: LaneShare, stored: set[Region]) -> list[Touch]:
         buffer = array.buffer
         if buffer.kind == "carry" or (buffer.written and (buffer.kind != "scratch" or buffer in stored)):
             box = array if isinstance(unit, WalkGroup) and not _is_gathered(unit, array) else None
-            found.append(Touch(buffer, _piece(unit, array, share), array in written, box))
+            found.append(LaneTouch(buffer, _piece(unit, array, share), array in written, box))
     if isinstance(unit, Matrix) and unit.work is not None:
-        found.append(Touch(unit.work, FIRST, True))
+        found.append(LaneTouch(unit.work, FIRST, True))
     return found
 
 
@@ -125,12 +125,14 @@ class WaitPlanner:
 
     def __init__(self, step: LoweredStep, places: Mapping[Region, tuple[int, int]]) -> None:
         self.step, self.places = step, places  # where scratch begins and ends
-        self.touched: list[tuple[object, Touch]] = []
+        self.touched: list[tuple[object, LaneTouch]] = []
 
-    def plan(self, parts: Sequence[Sequence[Touch]], first: Sequence[Touch], last: Sequence[Touch]) -> Waits:
+    def plan(
+        self, parts: Sequence[Sequence[LaneTouch]], first: Sequence[LaneTouch], last: Sequence[LaneTouch]
+    ) -> Waits:
         """`first` is touched before the first step, `last` when all are done."""
         going = self.step.going
-        asks = [] if going is None or going.buffer.kind == "value" else [Touch(going.buffer, None, False)]
+        asks = [] if going is None or going.buffer.kind == "value" else [LaneTouch(going.buffer, None, False)]
         stations = [*parts, asks, last]
         waits = [False] * len(stations)
         while True:
@@ -145,7 +147,7 @@ class WaitPlanner:
                 waits = without
         return Waits(waits[:-2], *waits[-2:])
 
-    def _go(self, stations: Sequence[Sequence[Touch]], first: Sequence[Touch], waits: list[bool]) -> list[bool]:
+    def _go(self, stations: Sequence[Sequence[LaneTouch]], first: Sequence[LaneTouch], waits: list[bool]) -> list[bool]:
         """Some steps with these waits, to which those are added that lack; the last station is not met in each step."""
         self.touched = [(self._key(one.buffer, -1), one) for one in first]
         for turn in range(STEPS):
@@ -155,14 +157,14 @@ class WaitPlanner:
             waits[-1] = waits[-1] or self._clashes(stations[-1], turn + 1)
         return waits
 
-    def _meet(self, touched: Sequence[Touch], turn: int, waits: bool) -> bool:
+    def _meet(self, touched: Sequence[LaneTouch], turn: int, waits: bool) -> bool:
         """Notes what is touched now; whether lanes must wait before."""
         waits = waits or self._clashes(touched, turn)
         # After a wait all that was done before is seen by all: only what is touched now can clash with what follows.
         self.touched = [*([] if waits else self.touched), *((self._key(one.buffer, turn), one) for one in touched)]
         return waits
 
-    def _clashes(self, touched: Sequence[Touch], turn: int) -> bool:
+    def _clashes(self, touched: Sequence[LaneTouch], turn: int) -> bool:
         return any(self._clash(self._key(a.buffer, turn), a, *b) for a in touched for b in self.touched)
 
     def _key(self, buffer: Region, turn: int) -> object:
@@ -177,7 +179,7 @@ class WaitPlanner:
             return "pair", n, turn % 2
         return ("out", n, turn) if kind == "out" else (kind, n) if kind == "sum" else buffer
 
-    def _clash(self, here: object, a: Touch, there: object, b: Touch) -> bool:
+    def _clash(self, here: object, a: LaneTouch, there: object, b: LaneTouch) -> bool:
         if not (a.writes or b.writes):
             return False
         if here == there:
@@ -191,8 +193,8 @@ class WaitPlanner:
         return low < behind and other < end
 
 
-def whole_touches(array: Array, share: LaneShare, *, writes: bool) -> list[Touch]:
+def whole_touches(array: Array, share: LaneShare, *, writes: bool) -> list[LaneTouch]:
     """A buffer copied, element by element as `share` has it."""
     place = canonical(array, share.order)
     piece = None if place is None else FIRST if share.count <= 1 else (1, 1, share.rows, *place)
-    return [Touch(array.buffer, piece, writes)]
+    return [LaneTouch(array.buffer, piece, writes)]

@@ -37,7 +37,7 @@ from tensorloop.compiler.emitter.write.fuse import (
 )
 from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels, turn_product
 from tensorloop.compiler.emitter.write.matrices import Matrices, work_of
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
+from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
@@ -201,7 +201,7 @@ class LoopWriter:
         return self.split is not None and self.step.sums[n].buffer in self.split.apart
 
     def _prepare(self, code: Code, sizes: list[int]) -> None:
-        memory = Memory(code, self.target, _Pointers(_read_fixed(code, sizes)), "poison")
+        memory = Memory(code, self.target, Pointers(_read_fixed(code, sizes)), "poison")
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
             pack(memory, one)
@@ -284,7 +284,7 @@ class LoopWriter:
                     names["prefix", n] = base
                     continue
                 names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
-        pointers = _Pointers(names)
+        pointers = Pointers(names)
         for buffer, offset in self.offsets.items():
             pointers[buffer] = code.pointer("%scratch", offset)
         pointers.update(self.scratch_pointers)
@@ -441,19 +441,6 @@ def _read_fixed(code: Code, sizes: list[int]) -> dict[tuple[str, int], str]:
     kinds = zip(("invariant", "constant", "packed"), sizes, strict=True)
     places = [(kind, n) for kind, size in kinds for n in range(size)]
     return {place: _read_address(code, n) for n, place in enumerate(places)}
-
-
-class _Pointers(dict[Region, str]):
-    """Names by buffer: of those with a place of their own, else by kind and index."""
-
-    def __init__(self, names: dict[tuple[str, int], str]) -> None:
-        super().__init__()
-        self.names = names
-
-    def __missing__(self, buffer: Region) -> str:
-        if buffer.kind == "value":
-            return "poison"
-        return self.names[buffer.kind, buffer.index]
 
 
 def operations_of(unit: Unit) -> int:

@@ -24,6 +24,19 @@ def walked(rows: RowRange | None, dim: int, size: Index) -> tuple[Index, Index]:
     return (rows.low, rows.high) if rows is not None and rows.dim == dim else (0, size)
 
 
+class Pointers(dict[Region, str]):
+    """Names by buffer: of those with a place of their own, else by kind and index."""
+
+    def __init__(self, names: dict[tuple[str, int], str]) -> None:
+        super().__init__()
+        self.names = names
+
+    def __missing__(self, buffer: Region) -> str:
+        if buffer.kind == "value":
+            return "poison"
+        return self.names[buffer.kind, buffer.index]
+
+
 class Memory:
     """Where buffers lie in this function, and reading and writing elements of them."""
 
