@@ -47,7 +47,7 @@ def seeds(h: Tensor, x: Tensor) -> Any:
 
 
 def draws_apart(h: Tensor, x: Tensor) -> Any:
-    with torch.random.fork_rng():
+    with torch.random.fork_rng(range(torch.cuda.device_count())):
         y = nn.functional.dropout(h, 0.5)
     return y + x, h
 

@@ -15,6 +15,7 @@ EXPORTED = "in a graph of torch.compile only loops on the CPU are compiled"
 JOINT = "a device draws and compares in one kernel, by numbers that nothing else draws: such a loop stays eager"
 THERE = "its tensors come from the CPU, whatever the default device"
 LOW = "autocast of a device casts to other dtypes, or to kernels that only CUDA has"
+THREAD = "backward runs in a thread of its device, where this tool sees no call from Python"
 TEXT = "it expects what torch says on the CPU"
 BYTES = "it counts bytes of native loops; torch's operations hold a step's values besides"
 DRIVER = "the pretended device has a driver"
@@ -48,6 +49,7 @@ EXCLUDED = {
         "compiled/test_compiled_pays.py::test_where_nothing_is_to_be_decided_no_clock_is_read[one thread]",
     ),
     BYTES: (
+        "compiled/test_compiled_around.py::test_making_a_plan_does_not_count",
         "compiled/test_compiled_array_checkpoints.py::test_no_more_is_held_than_by_the_eager_loop[reading]",
         "compiled/test_compiled_array_checkpoints.py::test_no_more_is_held_than_by_the_eager_loop[remembering]",
         "compiled/test_compiled_checkpoints.py::test_a_budget_bounds_what_is_held_and_the_block[20]",
@@ -82,6 +84,7 @@ EXCLUDED = {
         "compiled/test_compiled_autocast.py::test_loops_under_autocast[lstm]",
         "compiled/test_compiled_autocast.py::test_loops_under_autocast[mixed-half]",
     ),
+    THREAD: ("compiled/test_compiled_around.py::test_every_tool_sees_the_compiled_loop",),
     TEXT: (
         "compiled/test_compiled_arrays_eager.py::test_a_write_behind_the_end_appends_as_in_the_eager_loop",
         "compiled/test_compiled_linalg.py::test_numbers_that_are_none_or_very_large[nan-eigh]",
