@@ -60,6 +60,7 @@ MASKS: dict[str, Any] = {
     "of pairs": torch.rand(4, 1, 4, 4) > 0.3,
     "of heads": torch.rand(4, 2, 4, 4) > 0.3,
     "bias": torch.randn(4, 4, dtype=D),
+    "a soft triangle": torch.full((4, 4), -2.0, dtype=D).triu(1),
     "bias of heads": torch.randn(1, 2, 4, 4, dtype=D),
     "bias of all": torch.randn(4, 2, 4, 4, dtype=D),
     "hides a key": lens_mask(LENS)[:, None, None] & (torch.arange(4) != 0),
