@@ -469,3 +469,31 @@ def test_a_graph_that_is_wrong_is_found_at_its_first_use(monkeypatch: pytest.Mon
         found = run(compile="strict")
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
     plans.clear()
+
+
+# ---- compiled loops as kernels
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("steps", [1, 3, 70])
+def test_a_loop_is_one_launch_for_who_asks(steps: int, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    """It proves itself in its first call: that no warning comes is what this shows."""
+    monkeypatch.setenv("TENSORLOOP_PTX", "1")
+    drawn = torch.Generator().manual_seed(0)
+    size = {"w": (5, 5), "xs": (steps, 3, 5), "h": (3, 5)}
+    given = {
+        name: (0.4 * torch.randn(*shape, generator=drawn, device="cpu", dtype=dtype)).to(DEVICE).requires_grad_()
+        for name, shape in size.items()
+    }
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = torch.tanh(h @ given["w"] + x)
+        return h, h.sin()
+
+    results = []
+    for compile in (False, "strict", "strict"):
+        last, ys = tl.scan(body, given["h"], given["xs"], compile=compile)
+        results.append((last, ys, *torch.autograd.grad(last.sum() + (ys**2).sum(), list(given.values()))))
+    for found in results[1:]:
+        torch.testing.assert_close(found, results[0], rtol=1e-4, atol=1e-5)
+    assert "one launch" in tl.explain(body, given["h"], given["xs"]).text
