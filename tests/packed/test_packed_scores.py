@@ -10,6 +10,7 @@ from torch.utils import _pytree
 
 from tensorloop.packed import PackedTensor
 from tensorloop.packed.scores import PackedScores
+from tests.support.devices import HERE
 
 D = torch.float64
 LENS, OTHER = [3, 0, 4, 1], [2, 1, 0, 5]
@@ -171,7 +172,7 @@ def test_nothing_is_padded() -> None:
     assert s.pad(-1).shape == (4, 2, 9, 9)
     assert s.pad(-1)[0, 0, 1, 1] == -1
     assert torch.equal(s[3], s.unbind()[3])
-    assert (s.dtype, s.dim(), s.size(1), s.requires_grad, s.device) == (D, 4, 2, True, torch.device("cpu"))
+    assert (s.dtype, s.dim(), s.size(1), s.requires_grad, s.device) == (D, 4, 2, True, HERE)
     assert s.float().dtype is torch.float32
     assert s.equal(s + 0)
     assert torch.allclose(s, s + 1e-12)
