@@ -63,13 +63,10 @@ _LAST = {
     "embedding": 0,
 }  # on features behind batch and time
 _FACTS = (
-    *("dtype", "device", "requires_grad", "is_cuda", "is_leaf", "grad_fn", "numel", "is_cpu", "layout"),
+    *("dtype", "device", "is_cuda", "is_leaf", "grad_fn", "numel", "is_cpu", "layout"),
     *("lens", "max_len", "offsets", "row_ids", "positions", "cu_seqlens"),
 )
 
-_TIME_FIRST: dict[str, str] = dict.fromkeys(
-    ("lstm", "gru", "rnn_tanh", "rnn_relu"), "make the layer with batch_first=True and give it the packed tensor itself"
-)
 # Of (B, C, T*) and of (B, C, T*, F).
 _OF_CHANNELS: dict[str, Handler] = {}
 _OF_IMAGES: dict[str, Handler] = {}
@@ -88,6 +85,16 @@ class Reordered(PackedView):
     def __init__(self, packed: Packed, batch: int, time: int) -> None:
         super().__init__(packed)
         self.batch, self.time = batch, time
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the values require a gradient."""
+        return self.packed.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.packed = self.packed._with(self.packed.values.view_as(self.packed.values))  # as of a view of torch's
+        self.packed.values.requires_grad = wanted
 
     @property
     def shape(self) -> tuple[Any, ...]:
@@ -213,6 +220,16 @@ def takes_channels_first(*names: str, images: bool | None = False) -> Any:
     return add
 
 
+def takes_views(*names: str) -> Any:
+    """Puts a function into the table of views as they are."""
+
+    def add(handler: Handler) -> Handler:
+        _ON_VIEWS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return add
+
+
 def _ctc_loss(func: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Of log-probabilities (T*, B, V), as torch's is."""
     if not isinstance(log_probs, PackedView):
@@ -281,7 +298,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _ALIKE or is_pointwise(name):
             return _run_pointwise(func, args, kwargs)
         view = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedView))
-        raise unsupported(name, _TIME_FIRST.get(name, f"bring its dims back before: {_way_back(view)}"))
+        raise unsupported(name, f"bring its dims back before: {_way_back(view)}")
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 

@@ -1,5 +1,7 @@
 """torch's recurrent layers on packed tensors: `nn.LSTM(..., batch_first=True)(p)` gives a packed output.
 
+A layer without `batch_first` takes the view (T*, B, F). `pack_padded_sequence` makes torch's own PackedSequence.
+
 torch runs them on entries in time order, longest row first, which is a permutation of the values and its inverse.
 Both directions see the rows alone; the last state of a row is that after its own last entry.
 """
@@ -10,10 +12,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import is_packed, refusal
-from tensorloop.packed.dispatch import handles
+from tensorloop.packed.base import PackedView, is_packed, refusal
+from tensorloop.packed.dispatch import dispatch, handles
 from tensorloop.packed.interop import TimeOrder, order_by_time
+from tensorloop.packed.layout import ViewLayout, layout_of, see
+from tensorloop.packed.reordered import takes_views
+
+_TIME_FIRST = ViewLayout(1, 0, 3)
 
 
 @handles("lstm", "gru", "rnn_tanh", "rnn_relu")
@@ -44,6 +51,18 @@ def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *s
     return (input._with(values), *(_put_back(h, new, order).to(state) for h, new in zip(states, ended, strict=True)))
 
 
+@takes_views("lstm", "gru", "rnn_tanh", "rnn_relu")
+def _recurrent_time_first(func: Any, input: Any, *rest: Any) -> Any:
+    """Of (T*, B, F), by a layer without batch_first."""
+    batch_first = rest[-1]
+    if not isinstance(input, PackedView):
+        raise refusal("only the state is packed", "a state is (layers, B, H)")
+    if batch_first or layout_of(input) != _TIME_FIRST:
+        raise refusal(f"its input is {input.shape}", "make the layer with batch_first=True and give it (B, T*, F)")
+    out, *ended = dispatch(func, (input.packed, *rest[:-1], True), {})
+    return (see(out, 1, 0), *ended)
+
+
 def _put_back(before: Tensor, after: Tensor, order: TimeOrder) -> Tensor:
     """The states in the rows' own order; an empty row keeps what it began with."""
     return before.to(after.dtype).index_copy(1, order.rows, after)
@@ -68,3 +87,32 @@ def _ask_autocast(
     with torch.no_grad():
         out, *ended = getattr(torch, name)(x, hx, [w.squeeze(1)] * 2, False, 1, 0.0, False, False, True)
     return out.dtype, ended[0].dtype
+
+
+# -- what torch calls packing
+
+
+@handles("_pack_padded_sequence", called="pack_padded_sequence")
+def _pack(func: Any, input: Any, lengths: Any, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """The values in time order, and how many rows reach each step; rows are sorted by now."""
+    if not batch_first or not is_packed(input):
+        raise refusal("a packed tensor is (B, T*, *F)", "call it with batch_first=True")
+    lens = input._dim._host_lens
+    if isinstance(lengths, PackedView) or is_packed(lengths) or lengths.tolist() != lens.tolist():
+        raise WrongValue(f"lengths must be those of the packed rows, {lens.tolist()}, got {lengths}")
+    if bool((lens.diff() > 0).any()):
+        raise WrongValue(
+            f"rows of {lens.tolist()} entries are not sorted, longest first; call it with enforce_sorted=False"
+        )
+    if not len(lens) or not int(lens[-1]):
+        raise WrongValue("a PackedSequence has no empty rows; leave them out: p[p.lens > 0]")
+    order = order_by_time(input._dim)
+    return segments.permute(input.values, order.forth, order.back), order.batch_sizes.clone()
+
+
+@takes_views("_pack_padded_sequence")
+def _pack_time_first(func: Any, input: Any, lengths: Any, batch_first: bool) -> tuple[Tensor, Tensor]:
+    """Of (T*, B, *F)."""
+    if not isinstance(input, PackedView) or batch_first or layout_of(input)[:2] != (1, 0):
+        raise refusal("the input is no (T*, B, *F)", "pack (B, T*, *F) with batch_first=True")
+    return dispatch(func, (input.packed, lengths, True), {})

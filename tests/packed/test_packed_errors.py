@@ -91,7 +91,7 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
     ("padded", lambda p: p + PADDED, ValueError, r"\(4, 5, 3\) does not broadcast"),
     (
         "time first recurrent",
-        lambda p: nn.LSTM(3, 4)(p.transpose(0, 1)),
+        lambda p: nn.LSTM(3, 4, batch_first=True)(p.transpose(0, 1)),
         TypeError,
         "lstm: .*make the layer with batch_first=True",
     ),
