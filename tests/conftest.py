@@ -112,11 +112,11 @@ def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
 def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
     if not config.getoption("--all") and not any("::" in arg for arg in config.args):
         leave_out_what_repeats(config, items)
+    if config.getoption("--lanes") is not None:
+        items[:] = [item for item in items if not lane_cores.looks_inside(item.nodeid)]
     for item in items:
         if config.getoption("--device") and (why := excluded.reason(item.nodeid)):
             item.add_marker(pytest.mark.xfail(reason=why[0], strict=True, run=why[1]))
-        if config.getoption("--lanes") is not None and lane_cores.looks_inside(item.nodeid):
-            item.add_marker(pytest.mark.xfail(reason="it looks into the CPU's own core", strict=True))
         if not (isinstance(item, pytest.Function) and hasattr(item, "callspec") and item.callspec.params.get("loops")):
             continue
         for marker in item.iter_markers("eager_only"):

@@ -14,23 +14,33 @@ from tensorloop.compiler.targets.cpu import core
 from tests.support.lanes import ORDERS, LanesCore
 from tests.support.ptx_checks import ARCHITECTURES, check_ptx
 
-# Tests that look into the CPU's own core, and fail with another one.
-NATIVE = {
-    "test_emitter_loops.py::test_threads_give_what_one_gives[": ("lstm backward", "gru", "layer norm", "attention"),
-    "test_emitter_loops.py::test_the_core_is_made_of_any_recurrence_with_its_places": (),
-    "test_emitter_team.py::test_fewer_threads_than_were_asked_for": (),
-    "test_emitter_team.py::test_a_team_has_the_scratch_memory_of_one_thread": (),
-    "test_emitter_team.py::test_a_step_is_shared_where_that_pays": (),
-    "test_operations.py::test_a_step_runs_on_the_target_of_its_place": (),
-}
+# Tests of the CPU's own core: its threads and their clock, its memory, what it says of itself. Left out with others.
+NATIVE = (
+    *(
+        f"test_emitter_loops.py::test_threads_give_what_one_gives[{one}"
+        for one in ("lstm b", "gru", "layer", "attention")
+    ),
+    "test_emitter_loops.py::test_the_core_is_made_of_any_recurrence_with_its_places",
+    "test_emitter_team.py::test_fewer_threads_than_were_asked_for",
+    "test_emitter_team.py::test_a_team_has_the_scratch_memory_of_one_thread",
+    "test_emitter_team.py::test_a_step_is_shared_where_that_pays",
+    "test_operations.py::test_a_step_runs_on_the_target_of_its_place",
+    "test_compiled_checkpoints.py::test_blocks_of_large_carries_are_short",
+    "test_compiled_checkpoints.py::test_a_budget_bounds_what_is_held_and_the_block",
+    "test_compiled_complex.py::test_a_transform_is_part_of_the_machine_code",
+    "test_compiled_explain.py::test_other_products_with_xs_are_hoisted_and_weight_gradients_come_after",
+    "test_compiled_explain.py::test_a_cache_that_others_can_write_costs_speed_alone",
+    "test_compiled_packed.py::test_a_cut_spares_operations_or_bytes",
+    "test_compiled_pays.py::",
+    "test_compiled_sums.py::test_the_gradient_of_a_weight_takes_memory_for_no_step",
+    "test_compiled_together.py::",
+)
 LANES, GROUPS = (1, 8, 32, 128), (1, 2, 4)
 
 
 def looks_inside(test: str) -> bool:
     """Whether a test is of the CPU's own core."""
-    return any(
-        name in test and (not cases or any(f"[{one}]" in test for one in cases)) for name, cases in NATIVE.items()
-    )
+    return any(name in test for name in NATIVE)
 
 
 class Made:

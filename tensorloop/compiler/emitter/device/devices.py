@@ -201,6 +201,8 @@ class Coroutines:
 
     def shuffle(self, code: Code, value: Value, distance: int) -> Value:
         """Through memory that no other text uses: all lanes write, and when they have, read."""
+        if value.kind == "i1":  # memory has bytes
+            return code.convert("trunc", self.shuffle(code, code.convert("zext", value, "i8"), distance), "i1")
         own = code.pointer("%slots", code.times("%lane", 8))
         code.line(f"store {value.type} {value.text}, ptr {own}, align 8")
         self.wait(code)
