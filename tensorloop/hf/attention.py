@@ -23,6 +23,7 @@ from tensorloop.hf import known
 from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.known import NOT_READ
 from tensorloop.hf.masks import read
+from tensorloop.hf.packed_views import attend_rows
 from tensorloop.tensor_array import TensorArray
 
 _ARRAYS = "_tensorloop_arrays"  # of stand-ins: (keys, values, the first slot seen, undo: see there, who comes as value)
@@ -101,6 +102,14 @@ def attend(
     handed, _here.handed = getattr(_here, "handed", None), None
     try:
         known.refuse_unknown(module, options)
+        if not isinstance(query, Tensor):  # packed rows
+            if softcap is not None or s_aux is not None:
+                raise WrongValue(
+                    f"{type(module).__name__} attends with a soft cap or sinks, which packed rows have not"
+                )
+            scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+            parts = query, key, value
+            return attend_rows(module, parts, attention_mask, dropout, scale, is_causal, position_bias), None
         if s_aux is not None and s_aux.shape != query.shape[1:2]:
             raise WrongValue(f"s_aux must be a sink for each of {query.shape[1]} heads, got {tuple(s_aux.shape)}")
         reader = getattr(key, _READER, None)

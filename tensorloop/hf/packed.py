@@ -1,4 +1,4 @@
-"""Decoder-only models on ragged batches without padding: `packed_forward`, `completion_logprobs`."""
+"""Models on ragged batches without padding: `packed_forward`, `completion_logprobs`."""
 
 import inspect
 from functools import partial
@@ -12,7 +12,7 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop.hf import known
+from tensorloop.hf import encoders, known
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
 from tensorloop.packed import PackedTensor
@@ -23,18 +23,20 @@ _KINDS = {"full_attention", "sliding_attention"}
 
 @named("hf.packed_forward")
 def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> PackedTensor:
-    """Runs a decoder-only model on rows of unequal length without padding, and gives its logits.
+    """Runs a decoder-only model or an encoder on rows of unequal length without padding, and gives its logits.
 
     Each row has the positions that the model gives it alone.
 
     Args:
         model: a model of transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any
-            implementation, windows, grouped heads, soft caps and dropout included. It is not changed.
-        ids: PackedTensor (B, T*) int64, the tokens.
+            implementation, windows, grouped heads, soft caps and dropout included. It is not changed. Encoders run
+            their own code on packed tensors.
+        ids: PackedTensor (B, T*) int64, the tokens; of an encoder, what its main input is, such as samples (B, T*).
         options: keywords that go to the model's forward.
 
     Returns:
-        PackedTensor (B, T*, V), the logits; of a model without a head, its last hidden states.
+        PackedTensor (B, T*, V), the logits; of a model without a head, its last hidden states; of an encoder that
+        pools, a tensor (B, n).
 
     Gradient: as that of the padded call. Layers may be checkpointed.
     Cost: what N = sum(lens) tokens cost, and in attention the pairs within rows. Bytes kept: O(N). Attention with soft
@@ -43,7 +45,7 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
     replaced from outside is refused where that hides its attention.
 
     Raises:
-        TypeError: ids that are not packed integers, a model with an encoder or a recurrent state.
+        TypeError: ids that are not packed integers, a model with an encoder and a decoder or a recurrent state.
         ValueError: more tokens than positions, another device, options that rows make void, attention that cannot be
             packed.
 
@@ -118,7 +120,11 @@ def completion_logprobs(
 
 def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], places: Tensor | None) -> Any:
     """Packed logits, or those at `places` (M, V)."""
-    inner = _check_model(model)
+    inner = _find_model(model)
+    if places is None and encoders.is_encoder(inner):
+        _refuse_ours(options)
+        return encoders.encode(model, inner, ids, options)
+    _check_decoder(inner)
     _check_ids(ids, "ids")
     numbering = find_numbering(inner)
     _check_fit(inner, ids, options, numbering)
@@ -155,8 +161,8 @@ def _keep(copied: nn.Module, grad: Tensor) -> None:
     """Does nothing, and keeps `copied` as long as it may be called."""
 
 
-def _check_model(model: Any) -> PreTrainedModel:
-    """The model of transformers that is there, within what wraps it."""
+def _find_model(model: Any) -> PreTrainedModel:
+    """The model of transformers that is there, within what wraps it; an encoder or a decoder alone."""
     modules = model.modules() if isinstance(model, nn.Module) else ()
     inner = next((x for x in modules if isinstance(x, PreTrainedModel)), None)
     if inner is None:
@@ -168,10 +174,15 @@ def _check_model(model: Any) -> PreTrainedModel:
         if x is inner:
             break
     known.refuse_capacity(inner)
+    if inner.config.is_encoder_decoder:
+        raise WrongType(f"model must be decoder-only, but {type(inner).__name__} has an encoder")
+    return inner
+
+
+def _check_decoder(inner: PreTrainedModel) -> None:
+    """Refuses what has no packed form."""
     config = inner.config.get_text_config(decoder=True)
     name = type(inner).__name__
-    if inner.config.is_encoder_decoder:
-        raise WrongType(f"model must be decoder-only, but {name} has an encoder")
     kinds = set() if inner._is_stateful else {*get_layer_types_and_kwargs(config)[0]} - _KINDS
     if inner._is_stateful or kinds:
         has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
@@ -181,7 +192,6 @@ def _check_model(model: Any) -> PreTrainedModel:
         raise WrongType(f"model {name} attends in a way of its own, which cannot be exchanged; pad the batch")
     if "position_ids" not in inspect.signature(inner.forward).parameters:
         raise WrongType(f"model {name} takes no position_ids, so that rows cannot have their own; pad the batch")
-    return inner
 
 
 def _check_ids(ids: Any, what: str) -> None:
@@ -195,10 +205,14 @@ def _check_ids(ids: Any, what: str) -> None:
         raise WrongValue(f"{what} must be (B, T*), got elements of shape {tuple(ids.values.shape[1:])}")
 
 
-def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], numbering: Numbering | None) -> None:
+def _refuse_ours(options: dict[str, Any]) -> None:
     for name in _OURS:
         if name in options:
             raise WrongValue(f"{name} cannot be given: the rows of ids say which tokens there are")
+
+
+def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], numbering: Numbering | None) -> None:
+    _refuse_ours(options)
     devices = {x.device for x in model.parameters()}
     if devices != {ids.device}:
         where = " and ".join(sorted(map(str, devices)))

@@ -30,8 +30,8 @@ _M = TypeVar("_M", bound=nn.Module)
 class CallRows:
     """The rows of one call, what was made for them once for all layers, and how often a layer has attended to them."""
 
-    def __init__(self, dim: Dim) -> None:
-        self.dim, self.calls = dim, 0
+    def __init__(self, dim: Dim, attention: str = NAME) -> None:
+        self.dim, self.attention, self.calls = dim, attention, 0
         self._made: dict[Any, Any] = {}
 
     def block_mask(self, window: int, device: torch.device) -> BlockMask:
@@ -101,7 +101,7 @@ def _copy_config(config: PreTrainedConfig, rows: CallRows, copies: dict[int, Any
     for key in made.sub_configs:
         if isinstance(part := getattr(config, key, None), PreTrainedConfig):
             setattr(made, key, _copy_config(part, rows, copies))
-    made._attn_implementation = NAME
+    made._attn_implementation = rows.attention
     vars(made)[_ROWS] = rows
     return made
 

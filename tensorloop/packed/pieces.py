@@ -130,11 +130,30 @@ def _index_select(func: Any, input: Any, dim: Any, index: Any) -> Any:
 @handles("gather")
 def _gather(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
     """By an index of the same rows; along the ragged dim also by an ordinary one (B, K, *F), from each row's start."""
+    if _is_table(input, dim, index):
+        return _pick_from_table(input, index)
     _needs_packed(input)
     if find_dim(input, dim) > 1:
         index = _take_values(index, input)
         return input._with(torch.gather(input.values, find_feature_dim(input, dim), index))
     return _pick_steps(lambda values, at: torch.gather(values, 0, at), input, dim, index)
+
+
+def _is_table(input: Any, dim: Any, index: Any) -> bool:
+    return isinstance(input, Tensor) and input.dim() == index.ndim == 2 and dim in (1, -1)
+
+
+def _pick_from_table(table: Tensor, index: Packed) -> Packed:
+    """Of an ordinary table (B, L), by a packed index (B, T*): of each row at its own places."""
+    rows, size = index._dim._row_ids, table.shape[1]
+    if len(table) != len(index._dim):
+        raise WrongValue(f"a table of {len(table)} rows, an index of {len(index._dim)}")
+    bad = (index.values < 0) | (index.values >= size)
+    if arguments.must_check(None, bad) and bool(bad.any()):
+        entry = int(bad.nonzero()[0])
+        raise WrongIndex(f"index {int(index.values[entry])} of row {int(rows[entry])} is out of range for {size}")
+    # Where nobody looked, an index below 0 must not count from the end: it becomes one that the device refuses.
+    return index._with(table[rows, index.values.where(index.values >= 0, size)])
 
 
 @handles("take_along_dim")

@@ -291,3 +291,19 @@ def test_masked_select_of_a_packed_mask_of_fewer_dims() -> None:
     p = PackedTensor(torch.randn(7, 7), [4, 0, 3])
     with pytest.raises(ValueError, match=r"^masked_select: packed tensors of 3 and 2 dims"):
         p.masked_select(p[..., 0] > 0)
+
+
+def test_gather_from_an_ordinary_table_of_the_rows():
+    table = torch.randn(3, 4, dtype=torch.float64, requires_grad=True)
+    index = PackedTensor(torch.tensor([3, 0, 0, 1, 2, 3]), [2, 0, 4])
+    found: Any = torch.gather(table, 1, index)  # pyright: ignore
+    rows = [torch.gather(row, 0, at) for row, at in zip(table, index.unbind(), strict=True)]
+    assert torch.equal(found.values, torch.cat(rows))
+    weight = torch.randn(6, dtype=torch.float64)
+    ours, theirs = (torch.autograd.grad((x * weight).sum(), table)[0] for x in (found.values, torch.cat(rows)))
+    torch.testing.assert_close(ours, theirs)
+    for at, says in ((4, "index 4 of row 0 is out of range for 4"), (-1, "index -1 of row 0 is out of range")):
+        with pytest.raises(IndexError, match=f"gather: {says}"):
+            torch.gather(table, 1, PackedTensor(torch.tensor([at]), [1, 0, 0]))  # pyright: ignore
+    with pytest.raises(ValueError, match="gather: a table of 3 rows, an index of 1"):
+        torch.gather(table, 1, PackedTensor(torch.tensor([1]), [1]))  # pyright: ignore

@@ -1,0 +1,38 @@
+"""Encoders of transformers on packed rows: the model's own code runs on packed tensors, with our attention."""
+
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.hf.advice import ATTENTION
+from tensorloop.hf.packed_attention import CallRows, copy_for_rows
+from tensorloop.packed import PackedTensor
+
+
+def is_encoder(model: PreTrainedModel) -> bool:
+    """Whether the model has attention, and all of it sees later steps too."""
+    says = [x.is_causal for x in model.modules() if isinstance(getattr(x, "is_causal", None), bool)]
+    return bool(says) and not any(says)
+
+
+def encode(model: nn.Module, inner: PreTrainedModel, x: PackedTensor, options: dict[str, Any]) -> Any:
+    """Packed logits or last hidden states; of a model that pools, a tensor (B, n)."""
+    name = type(inner).__name__
+    if not isinstance(x, PackedTensor):
+        raise WrongType(f"{inner.main_input_name} must be a PackedTensor (B, T*, *F), got {arguments.describe(x)}")
+    devices = {weight.device for weight in inner.parameters()}
+    if devices != {x.device}:
+        where = " and ".join(sorted(map(str, devices)))
+        raise WrongValue(f"{inner.main_input_name} is on {x.device}, model on {where}; all must be on one device")
+    # What models return takes a packed tensor of no rows for nothing.
+    rows = x if len(x.lens) else PackedTensor(x.values, [0])
+    copied = copy_for_rows(model, CallRows(rows.dims[0], ATTENTION))
+    out = copied(**{inner.main_input_name: rows}, **options)
+    found: Any = next((out[key] for key in ("logits", "last_hidden_state") if key in out), None)
+    pooled = isinstance(found, Tensor) and found.dim() == 2 and len(found) == len(rows.lens)
+    if not pooled and not (isinstance(found, PackedTensor) and len(found.lens) == len(rows.lens)):
+        raise WrongType(f"model {name} gives no rows for {len(x.lens)}, but {arguments.describe(found)}")
+    return found[: len(x.lens)]
