@@ -9,6 +9,8 @@ from torch import Tensor, nn
 from zoo_check import WIDTH, Batch, Module
 from zoo_modules import HEADS, HIDDEN, WAV, find
 
+# Of models of "sdpa"; those of "tensorloop" and "eager" take rows of one entry too.
+OURS = "tensorloop"
 LONGER_THAN_ONE = (7, 12, 2, 9)  # "sdpa" asks whether T > 1, which has no one answer with a row of one entry
 
 
@@ -21,6 +23,8 @@ def modules() -> list[Module]:
     def config(name: str, **options: Any) -> Any:
         made = find(f"transformers.{name}")(**options)
         made._attn_implementation = options.get("attn_implementation", attention)
+        if made._attn_implementation == OURS:
+            find("tensorloop.hf.ATTENTION")  # the import makes it known
         return made
 
     bert: dict[str, Any] = {
@@ -108,13 +112,40 @@ def modules() -> list[Module]:
         return tensor(out)
 
     b, w = "bert.modeling_bert", "wav2vec2.modeling_wav2vec2"
-    eager = {"attn_implementation": "eager"}
+    eager, ours = {"attn_implementation": "eager"}, {"attn_implementation": OURS}
     bare = partial(Module, lens=LONGER_THAN_ONE)
     return [
         bare(package, "BertLayer", layer(f"{b}.BertLayer", "BertConfig", **bert), plain),
         Module(package, "BertLayer, eager attention", layer(f"{b}.BertLayer", "BertConfig", **bert, **eager), plain),
         bare(package, "BertEncoder", layer(f"{b}.BertEncoder", "BertConfig", **bert), hidden),
         bare(package, "BertModel", layer(f"{b}.BertModel", "BertConfig", **bert), lambda m, x: m(x.x)[0], classes=11),
+        Module(
+            package,
+            'BertModel, attention "tensorloop"',
+            layer(f"{b}.BertModel", "BertConfig", **bert, **ours),
+            lambda m, x: m(x.x)[0],
+            classes=11,
+        ),
+        Module(
+            package,
+            'Wav2Vec2Encoder, attention "tensorloop"',
+            layer(f"{w}.Wav2Vec2Encoder", "Wav2Vec2Config", **wav, **ours),
+            hidden,
+        ),
+        Module(
+            package,
+            'LlamaModel, attention "tensorloop"',
+            layer("llama.modeling_llama.LlamaModel", "LlamaConfig", **llama, **ours),
+            lambda m, x: m(x.x, use_cache=False)[0],
+            classes=11,
+        ),
+        Module(
+            package,
+            'T5EncoderModel, attention "tensorloop"',
+            layer("t5.modeling_t5.T5EncoderModel", "T5Config", **t5, **ours),
+            hidden,
+            classes=11,
+        ),
         bare(package, "RobertaLayer", layer("roberta.modeling_roberta.RobertaLayer", "RobertaConfig", **bert), plain),
         bare(package, "ViTLayer", layer("vit.modeling_vit.ViTLayer", "ViTConfig", **bert), plain),
         bare(
