@@ -7,6 +7,7 @@ its overloads and docstrings.
 from collections.abc import Callable
 from typing import Any, Literal, TypeVar, Unpack, overload
 
+import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
@@ -402,10 +403,12 @@ def explain(
     compact: bool = False,
     checkpoints: Plan = None,
     progress: bool = False,
+    device: str | torch.device | None = None,
 ) -> Explanation:
     """Says what `tl.scan(..., compile=True)` would do with a loop, as text; it runs only one step.
 
         print(tl.explain(body_fn, init, xs))
+        print(tl.explain(body_fn, init, xs, device="cuda"))  # of a GPU, which need not be there
 
     The text says what runs once, for all steps at once and step by step, forward and backward, and what is kept for
     backward. Where the loop is not compiled, it says why, by which line, and what to write instead.
@@ -413,6 +416,8 @@ def explain(
     Args:
         body_fn, init, xs, length, dim, reverse, until, context, compact, checkpoints: as in `tl.scan`.
         progress: as in `tl.scan`; no bar is shown.
+        device: "cuda" or a torch.device: where the loop is to run, if not where the tensors are. The text then has
+            counts of what it asks of that device: launches, waits, bytes.
 
     Returns:
         A `tl.loop.Explanation`. Print it; `.compiled` is a bool.
@@ -421,6 +426,7 @@ def explain(
 
     Raises:
         TypeError: `compile` was given; otherwise as `tl.scan`.
+        ValueError: `device` is of a kind on which no loops are compiled; otherwise as `tl.scan`.
 
     Example:
         >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled
@@ -428,8 +434,8 @@ def explain(
     """
     make, slices = _scan_of(body_fn, xs, length, dim, reverse, until, context, compact)
     if isinstance(init, FirstOnly):
-        return first_step.explain(make, init, slices, checkpoints, progress)
-    return first_step.explain_whole(make, init, slices, checkpoints, progress)
+        return first_step.explain(make, init, slices, checkpoints, progress, device)
+    return first_step.explain_whole(make, init, slices, checkpoints, progress, device)
 
 
 # For functions that run these loops, and name what is wrong after themselves.

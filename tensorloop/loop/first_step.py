@@ -123,14 +123,16 @@ def scan_whole(make: MakeScan, init: Any, slices: Slices, checkpoints: Any, prog
         return scan(make, FirstOnly(init), slices, checkpoints, progress, compile)
 
 
-def explain_whole(make: MakeScan, init: Any, slices: Slices, checkpoints: Any, progress: bool) -> Explanation:
+def explain_whole(
+    make: MakeScan, init: Any, slices: Slices, checkpoints: Any, progress: bool, device: Any
+) -> Explanation:
     """The explanation of such a scan."""
     loop = make(Loop, init, slices)
     loop.first_may_part = _may_part(loop)
     try:
-        return explain_scan(loop, checkpoints, progress)
+        return explain_scan(loop, checkpoints, progress, device)
     except FirstStepApart:
-        return explain(make, FirstOnly(init), slices, checkpoints, progress)
+        return explain(make, FirstOnly(init), slices, checkpoints, progress, device)
 
 
 def _may_part(loop: Loop) -> bool:
@@ -138,13 +140,15 @@ def _may_part(loop: Loop) -> bool:
     return loop.until is None and not isinstance(loop.slices, PackedSlices)
 
 
-def explain(make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool) -> Explanation:
+def explain(
+    make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool, device: Any
+) -> Explanation:
     """Says what would become of the steps after the first one, which runs."""
     _refuse_packed(slices)
     plan_of(checkpoints)
     rest = _begin_scan(make, init, slices)[2] if slices.length != 0 else make(FirstStep, init.carry, slices)
     with _counted_anew():
-        return NO_STEP if rest is None else explain_scan(rest, checkpoints, progress)
+        return NO_STEP if rest is None else explain_scan(rest, checkpoints, progress, device)
 
 
 def _refuse_packed(slices: Slices) -> None:

@@ -45,11 +45,11 @@ def run_scan(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compil
     return carry, outputs.stack(slices.reverse) if ended.taken else outputs.of_no_steps(zero_steps.empty_outputs(loop))
 
 
-def explain_scan(loop: Loop, checkpoints: Any, progress: bool) -> Explanation:
+def explain_scan(loop: Loop, checkpoints: Any, progress: bool, device: Any) -> Explanation:
     """Says what would become of a loop with outputs, were it compiled; an error of its body is the eager loop's."""
     with scope.running(), scope.observed(loop.name):
         around.check_inner_loop(loop)
-        said = front.explain(_of_rows(loop), node.plan_of(checkpoints))
+        said = front.explain(_of_rows(loop), node.plan_of(checkpoints), device)
     if isinstance(said, Explanation):
         as_bool(progress, "progress")
         return said

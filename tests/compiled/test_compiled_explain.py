@@ -179,3 +179,65 @@ def test_the_picture_of_an_lstm_is_current():
     assert passes["forward"]["before the loop, all steps at once"] == "mm [4, 512]"
     assert "mm [512, 64], mm [512, 128]" in passes["backward"]["after the loop, all steps at once"]
     assert kept.count("[4, 128]") == 7
+
+
+# ---- of a device that is not there
+
+
+def explain_on(device: Any, **options: Any) -> tl.loop.Explanation:
+    w, h, xs = torch.randn(4, 4).requires_grad_(), torch.zeros(3, 4), torch.randn(6, 3, 4)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        h = torch.tanh(h @ w + x)
+        return h, h
+
+    return tl.explain(body, h, xs, device=device, **options)
+
+
+def test_a_loop_of_the_host_is_explained_on_a_device():
+    found = explain_on("cuda")
+    assert found.compiled
+    forward, backward = found.text.split("\nbackward:")
+    assert forward.startswith("scan: compiled, on cuda:0\nforward: CUDA graphs of 64, 8 and 1 steps\n")
+    for text, work, read in ((forward, 3, 48), (backward, 5, 96)):
+        assert f"a launch, and a copy for each dtype, here 1; it has {work} operations a step" in text
+        assert "does not wait for the device" in text
+        assert f"{read} bytes read and 48 written a step beside the carry, at most {64 * (read + 48):,} of" in text
+        assert re.search(r"with TENSORLOOP_PTX=1 instead:\n    one launch: .* lanes, \d barriers? a step\n", text)
+    ends = explain_on("cuda:1", until=lambda h: h.sum() > 9).text
+    assert ends.startswith("scan: compiled, on cuda:1")
+    assert "waits for the device once a graph" in ends
+    # The loop itself is where it was.
+    assert explain_on(None).text.startswith("scan: compiled\nforward: one native function")
+
+
+def test_kernels_are_explained_to_who_wants_them(monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.setenv("TENSORLOOP_PTX", "1")
+    text = explain_on("cuda").text
+    assert "\n  one launch: 3 groups of " in text
+    assert "registers known on the device" in text
+    assert "instead" not in text
+
+
+def test_what_goes_into_no_graph_is_named():
+    def body(carry: Any, x: Tensor) -> Any:
+        h, array = carry
+        return (h + x, array.append(h)), None
+
+    text = tl.explain(body, (torch.zeros(2), tl.TensorArray()), torch.ones(5, 2), device="cuda").text
+    assert "forward: torch, step by step" in text
+    assert "no graph: its arrays are longer at each step" in text
+    assert "no kernel: a TensorArray in the carry" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "error", "text"),
+    [
+        ("mps", ValueError, "explain: device: loops on cpu and cuda are compiled, none on mps"),
+        ("gpu", ValueError, "explain: device: Expected one of cpu, cuda"),
+        (0, TypeError, "explain: device must be a torch.device or its name, got int 0"),
+    ],
+)
+def test_devices_that_nobody_compiles_for(device: Any, error: type[Exception], text: str):
+    with pytest.raises(error, match=text):
+        explain_on(device)

@@ -265,3 +265,26 @@ def test_no_plan_is_made_while_the_caller_captures(monkeypatch: pytest.MonkeyPat
     monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with pytest.warns(NotCompiledWarning, match="its plan would be made while a CUDA graph is captured"):
         torch.testing.assert_close(tl.scan(body, h, xs, compile=True), expected)
+
+
+def test_appends_copy_no_array() -> None:
+    """Of 40 steps that append a row each, the rows alone are written; the array before them stays where it is."""
+    w, h, xs = numbers(WIDTH, WIDTH).requires_grad_(), numbers(ROWS, WIDTH), numbers(40, ROWS, WIDTH)
+
+    def body(carry: Any, x: Tensor) -> Any:
+        h, first, both = carry
+        h = torch.tanh(h @ w + x)
+        return (h, first.append(h), both.append(h * 2).append(x)), first[-1]
+
+    def run(compile: Any) -> list[Tensor]:
+        start = tl.TensorArray()
+        start.append(h)
+        (_, first, both), ys = tl.scan(body, (h, start, tl.TensorArray()), xs, compile=compile)
+        values = [first.stack(), both.stack(), ys]
+        return [*values, *torch.autograd.grad(sum(x.square().sum() for x in values), [w])]
+
+    run("strict")
+    with pretended.counted() as counts:
+        found = run("strict")
+    torch.testing.assert_close(found, run(False))
+    assert counts.operations["aten::cat"] <= 4, counts.places()

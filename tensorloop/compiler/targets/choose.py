@@ -2,20 +2,24 @@
 
 import functools
 from collections.abc import Iterable
+from typing import Any
 
 import torch
 
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.compiler.place import HOST, Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.cpu.target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerTarget
 from tensorloop.compiler.targets.graphs.target import GraphTarget
-from tensorloop.compiler.targets.ptx.target import PtxTarget, is_wanted
+from tensorloop.compiler.targets.ptx.target import VARIABLE, PtxTarget, is_wanted
 from tensorloop.compiler.targets.target import Target
 
 EAGER: Target = EagerTarget()  # in the place of a target that lacks something
-TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": GraphTarget()}  # by the type of a device
+GRAPHS = GraphTarget()
+TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": GRAPHS}  # by the type of a device
 PTX = PtxTarget(lambda step: _first_of((TARGETS["cuda"],), step)[0])  # in its place for who asks for it
 _BY_NAME = {target.name: target for target in (EAGER, PTX, *TARGETS.values())}
 AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
@@ -30,6 +34,19 @@ def find_place(devices: Iterable[torch.device]) -> Place:
         kinds = " and ".join(TARGETS)
         raise Refused(f"loops on {kinds} are compiled, none on {first.type}", "compile=False says that this is meant")
     return _place(first, first.type == "cuda" and is_wanted())
+
+
+def place_named(device: Any) -> Place:
+    """Returns the place that a `device=` of the user's names, which need not be there; raises for one of no target."""
+    if not isinstance(device, str | torch.device):
+        raise WrongType(f"device must be a torch.device or its name, got {arguments.describe(device)}")
+    try:
+        named = torch.device(device)
+        return find_place([named if named == HOST else torch.device(named.type, named.index or 0)])
+    except RuntimeError as error:
+        raise WrongValue(f"device: {str(error).splitlines()[0]}") from None
+    except Refused as refusal:
+        raise WrongValue(f"device: {refusal.reason}") from None
 
 
 @functools.cache  # one object for each device: keys of plans are compared at every call
@@ -59,8 +76,13 @@ def make_core(step: Step) -> tuple[Core, Unsupported | None]:
 
 
 def describe(step: Step) -> list[str]:
-    """Returns what a step costs its place's own target, in counts, a line each; none where the core says it all."""
-    return PTX.describe(step) if step.place.target == PTX.name else []
+    """Returns what a step asks of its device, in counts, a line each; none where the core says it all."""
+    if step.place.device == HOST:
+        return []
+    kernel = PTX.describe(step)
+    if step.place.target == PTX.name:
+        return kernel
+    return [*GRAPHS.describe(step), f"with {VARIABLE}=1 instead:", *(f"  {line}" for line in kernel)]
 
 
 def _first_of(targets: Iterable[Target], step: Step) -> tuple[Core, Unsupported | None]:

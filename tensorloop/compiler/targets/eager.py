@@ -2,6 +2,7 @@
 
 from collections.abc import Callable, Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from typing import Any
 
 import torch
 from torch import Tensor, fx
@@ -25,6 +26,8 @@ class EagerCore:
                 new[n] = graph.node_copy(n, lambda a: new[a])
                 if n.target is aten.view.default:
                     new[n].target = aten.reshape.default
+        for n in _appends(step):
+            new[n].target = _append
         graph.output(tuple(new[n] for n in step.outputs))
         put_on(graph, step.place.device)
         self.module = fx.GraphModule(torch.nn.Module(), graph)
@@ -39,7 +42,9 @@ class EagerCore:
         steps, invariants, sequences, carry, outs, sums, lengths = call
         n, m, k = self._sizes
         of_sequences, of_carry = self._sizes_of_arrays[: len(sequences)], self._sizes_of_arrays[len(sequences) :]
-        state = [x if size is None else x[: size.at(lengths)] for x, size in zip(carry, of_carry, strict=True)]
+        # Arrays are changed as native code would: no version of the caller's counts it.
+        pairs = zip(carry, of_carry, strict=True)
+        state = [x if size is None else x.data[: size.at(lengths)] for x, size in pairs]
         step = self.module.forward
         done = 0
         with torch.no_grad():
@@ -63,10 +68,10 @@ class EagerCore:
                 if self._asks and not found[-1]:
                     break
         for i, size in enumerate(of_carry):
-            if size is not None and done:
-                carry[i].data[: len(state[i])] = state[i]  # as native code would: no version of the caller's counts it
-        own = [x.clone(memory_format=torch.contiguous_format) for x in state]
-        return [y if size is None else x for x, y, size in zip(carry, own, of_carry, strict=True)], done
+            if size is not None and done and state[i].data_ptr() != carry[i].data_ptr():
+                carry[i].data[: len(state[i])] = state[i]
+        own = [x if x is None else x.clone(memory_format=torch.contiguous_format) for x in _others(state, of_carry)]
+        return [x if y is None else y for x, y in zip(carry, own, strict=True)], done
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
         """Whether so many steps stay in their memory. They do: torch checks each index itself."""
@@ -75,6 +80,45 @@ class EagerCore:
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
         """Returns this core: it prepares nothing that many calls could share."""
         return self
+
+
+def _others(state: Sequence[Tensor], sizes: Sequence[Length | None]) -> list[Tensor | None]:
+    """What of a state is no array."""
+    return [x if size is None else None for x, size in zip(state, sizes, strict=True)]
+
+
+def _appends(step: Step) -> list[fx.Node]:
+    """Nodes that put rows behind a carried array and give what it is in the next step.
+
+    Each is the only one that is made of the array before it, so no other's rows are in that memory.
+    """
+    found = list[fx.Node]()
+    for array, last in zip(step.carry, step.next_carry, strict=True):
+        chain = list[fx.Node]()
+        n: Any = last
+        while n is not array and _is_append(n):
+            chain.append(n)
+            n = n.args[0][0]
+        made = [*chain[1:], array]
+        alone = all(sum(_is_append(user) and user.args[0][0] is x for user in x.users) == 1 for x in made)  # pyright: ignore
+        if n is array and chain and alone:
+            found += chain
+    return found
+
+
+def _is_append(n: Any) -> bool:
+    parts = n.args[0] if n.op == "call_function" and n.target is aten.cat.default else ()
+    along = len(n.args) < 2 or n.args[1] == 0
+    return bool(parts) and along and isinstance(next(iter(shape_of(parts[0])), None), Length)
+
+
+def _append(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
+    """An array with rows behind it, in the memory of the first, which has room for them: what is there is not moved."""
+    array, *rows = parts
+    length = len(array) + sum(map(len, rows))
+    grown = array.as_strided((length, *array.shape[1:]), array.stride(), array.storage_offset())
+    torch.cat(rows, out=grown[len(array) :]) if len(rows) > 1 else grown[len(array) :].copy_(rows[0])
+    return grown
 
 
 class EagerTarget:

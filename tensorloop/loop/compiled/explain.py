@@ -8,6 +8,7 @@ from torch import fx
 from tensorloop._common.user_line import cell_name
 from tensorloop.compiler.lengths import as_text, shape_of
 from tensorloop.compiler.operations import values_of
+from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.targets.choose import describe
 from tensorloop.loop.compiled.run.plan import Plan
@@ -40,11 +41,17 @@ class Explanation:
 NO_STEP = Explanation("not compiled: there is no step to do", False)
 
 
-def explain_plan(name: str, plan: Plan, rows: str) -> Explanation:
-    """The explanation of a compiled loop; `rows` says what becomes of those that stop."""
-    lines = [f"{name}: compiled", *([rows] if rows else []), *_answers(plan), *_program("forward", plan.forward)]
+def explain_plan(name: str, plan: Plan, rows: str, place: Place | None = None) -> Explanation:
+    """The explanation of a compiled loop; `rows` says what becomes of those that stop, `place` where it is to run."""
+
+    def placed(program: Program) -> Program:
+        return program if place in (None, program.step.place) else program.at(place)
+
+    where = "" if place is None else f", on {place.device}"
+    lines = [f"{name}: compiled{where}", *([rows] if rows else []), *_answers(plan)]
+    lines += _program("forward", placed(plan.forward))
     if plan.grad:
-        lines += _program("backward", plan.backward())
+        lines += _program("backward", placed(plan.backward()))
         kept = [_named(n) for n in plan.saved if n not in plan.step.sequences and n not in plan.versions]
         lines += [f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys", _wrapped(kept)]
     else:

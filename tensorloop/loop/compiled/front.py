@@ -17,7 +17,7 @@ from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
-from tensorloop.compiler.targets.choose import is_captured, left_to_loop
+from tensorloop.compiler.targets.choose import is_captured, left_to_loop, place_named
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
@@ -126,15 +126,19 @@ def _refuse_unless_apart(loop: Loop, refusal: Refused) -> None:
         raise FirstStepApart
 
 
-def explain(loop: Loop, checkpoints: CheckpointsArg) -> Explanation | Refused | None:
-    """What would become of a loop, which does not run; an error of the look, and None where there is no step to do."""
+def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Explanation | Refused | None:
+    """What would become of a loop, which does not run; an error of the look, and None where there is no step to do.
+
+    `device` is where it is to run, if not where its tensors are.
+    """
+    place = None if device is None else place_named(device)
     if nothing_to_do(loop):
         return None
     before = PythonState(loop.functions)
     try:
         with without_inference():
             ready = _prepare(loop, checkpoints, before)
-        return None if ready is None else explain_plan(loop.title, ready.plan, _describe_rows(ready.look))
+        return None if ready is None else explain_plan(loop.title, ready.plan, _describe_rows(ready.look), place)
     except Refused as refusal:
         _refuse_unless_apart(loop, refusal)
         return explain_refusal(loop.title, refusal)

@@ -11,7 +11,7 @@ from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, val
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.core import GraphCore
-from tensorloop.compiler.targets.graphs.recorded import STATIC
+from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
 from tensorloop.compiler.targets.proved import Proved
 
 # What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.
@@ -42,6 +42,23 @@ class GraphTarget:
         check(step)
         core = GraphCore(step)
         return Proved(core, core.eager, core.eager, step)
+
+    def describe(self, step: Step) -> list[str]:
+        """Returns what graphs of a step ask of the device, a line each, or why there are none."""
+        try:
+            check(step)
+        except Unsupported as lack:
+            return [f"no graph: {lack.reason}"]
+        work = [n for n in step.graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n)]
+        kinds = {value_of(n).dtype for n in (*step.sequences, *step.outs)}
+        read, written = (sum(map(bytes_of, nodes)) for nodes in (step.sequences, step.outs))
+        held = next((size for size in SIZES if size * (read + written) <= CHUNKS), SIZES[-1]) * (read + written)
+        return [
+            f"a graph for {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} steps at once: a launch, and a copy for "
+            f"each dtype, here {max(1, len(kinds))}; it has {len(work)} operations a step",
+            "waits for the device once a graph" if step.going is not None else "does not wait for the device",
+            f"{read:,} bytes read and {written:,} written a step beside the carry, at most {held:,} of them held",
+        ]
 
     def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:
         """Raises `Unsupported`: operations do not say which rows they read."""

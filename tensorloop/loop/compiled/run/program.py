@@ -1,5 +1,6 @@
 """A step made runnable: what is computed before its loop for all steps, the loop's core, what is computed after it."""
 
+import dataclasses
 from collections.abc import Callable, Iterable, Sequence
 from typing import Any, NamedTuple
 
@@ -12,6 +13,7 @@ from tensorloop.compiler.divide.partition import Partition, divide, outside, see
 from tensorloop.compiler.divide.sums import Sums
 from tensorloop.compiler.lengths import grows, growth_of
 from tensorloop.compiler.operations import bytes_of, value_of
+from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
 from tensorloop.compiler.targets.choose import make_core
@@ -83,6 +85,10 @@ class Program:
             *(promise(n, device, each=False) for n in step.sums),
         ]
         self.bytes_a_step = self._bytes_a_step(made)
+
+    def at(self, place: Place) -> "Program":
+        """Returns the program of the same step at another place."""
+        return Program(dataclasses.replace(self.step, place=place), self.barred)
 
     def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
         """What the loop is given, stores and gives of each step, beside the sequences that come from outside."""
