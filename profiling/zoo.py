@@ -21,19 +21,27 @@ from typing import Any
 import harness
 import zoo_bench
 import zoo_check
-import zoo_modules
-import zoo_speech
+import zoo_espnet
+import zoo_speechbrain
+import zoo_torch
+import zoo_torchaudio
 import zoo_transformers
 from script import Peer, Result, Script, Target
 
-PACKAGES = ("torch", "torchaudio", "transformers", "espnet", "speechbrain")
+LISTS = {
+    "torch": zoo_torch.MODULES,
+    "torchaudio": zoo_torchaudio.MODULES,
+    "transformers": zoo_transformers.MODULES,
+    "espnet": zoo_espnet.MODULES,
+    "speechbrain": zoo_speechbrain.MODULES,
+}
+PACKAGES = tuple(LISTS)
 WANTED = 24
 UNCHANGED = "unchanged"
 
 
 def _modules_of(package: str) -> list[zoo_check.Module]:
-    every = [*zoo_modules.modules(), *zoo_transformers.modules(), *zoo_speech.modules()]
-    return [module for module in every if module.package == package]
+    return LISTS[package]
 
 
 def cells(args: Namespace) -> list[harness.Cell]:

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import zoo_speech
+import zoo_espnet
 from torch import Tensor, nn
-from zoo_modules import find
+from zoo_parts import find
 
 import tensorloop as tl
 
@@ -26,7 +26,7 @@ def _make_torch(width: int) -> tuple[nn.Module, Call]:
 
 
 def _make_conformer(width: int) -> tuple[nn.Module, Call]:
-    options = {**zoo_speech.ENCODER, "output_size": width, "attention_heads": HEADS, "num_blocks": 1}
+    options = {**zoo_espnet.ENCODER, "output_size": width, "attention_heads": HEADS, "num_blocks": 1}
     made = find("espnet2.asr.encoder.conformer_encoder.ConformerEncoder")(
         width,
         **options,
