@@ -32,6 +32,12 @@ def matmul(func: Any, input: Any, other: Any) -> Any:
     elif not {*of_x, *of_y} & {-1, -2}:
         return _of_features(x, y)
     ragged = {k: d for k, d in ((-2, of_x.get(-2)), (-1, of_y.get(-1))) if d is not None}
+    ragged |= {k: d for of in (of_x, of_y) for k, d in of.items() if k < -2}
+    if len(ragged) > 1 and set(ragged) != {-1, -2}:
+        raise refusal(
+            f"the product of {tuple(x.shape)} and {tuple(y.shape)} has two ragged dims, not as the last ones",
+            "transpose so that both factors have theirs among the last two",
+        )
     batch, count, like = batch_of((x, y))
     if batch >= -2:
         raise refusal(f"the batch of {x.shape} and {y.shape} is a dim of the matrices", "move it to the front")

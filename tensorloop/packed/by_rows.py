@@ -61,6 +61,8 @@ def cut(x: Any, batch: int, count: int, ragged: Mapping[int, Dim] | None = None)
         return _cut_dims([part.permute(order) for part in parts], layout.ndim, batch, beside)
     if not isinstance(x, Tensor):
         return [x] * max(count, 1)
+    if not count and x.dim() >= -batch and not x.shape[batch]:
+        x = x.new_zeros([max(n, 1) if d == x.dim() + batch else n for d, n in enumerate(x.shape)])
     return _cut_tensor(x, batch, max(count, 1), ragged or {})
 
 

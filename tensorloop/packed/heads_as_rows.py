@@ -31,8 +31,8 @@ def divide(dim: Dim, heads: int) -> Dim:
     """The dim of B rows that, multiplied by `heads`, is this one."""
 
     def make() -> Dim | None:
-        lens = dim._host_lens.view(len(dim) // heads, heads)
-        return dim._derive(lambda x: x.view(lens.shape)[:, 0]) if bool((lens == lens[:, :1]).all()) else None
+        shape = len(dim) // heads, heads
+        return dim._derive(lambda x: x.view(shape)[:, 0]) if has_heads(dim, heads) else None
 
     if heads < 1 or len(dim) % heads:
         raise refusal(f"{len(dim)} rows are no {heads} heads each", "give as many heads as were joined with the batch")
@@ -40,6 +40,18 @@ def divide(dim: Dim, heads: int) -> Dim:
     if found is None:
         raise refusal(f"the rows are of different lens, no {heads} heads of one", "keep the batch as dim 0")
     return found
+
+
+def has_heads(dim: Dim, heads: int) -> bool:
+    """Whether each `heads` rows, one after another, are of one length."""
+    lens = dim._host_lens.view(-1, heads)
+    return bool((lens == lens[:, :1]).all())
+
+
+def is_size_of(size: Dim, rows: Dim) -> bool:
+    """Whether a size is that of these rows, or of those that heads were joined with to make them."""
+    n, m = len(size), len(rows)
+    return size.same(rows) if n == m or not n or m % n else multiply(size, m // n).same(rows)
 
 
 def _join(dim: Dim, heads: int) -> tuple[Dim, Tensor, Tensor]:

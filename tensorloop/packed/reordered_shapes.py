@@ -14,10 +14,11 @@ from torch import Tensor
 from tensorloop._common.errors import WrongIndex, WrongValue
 from tensorloop.packed.base import Handler, Packed, PackedView, check_same_rows, refusal
 from tensorloop.packed.dim import Dim, describe_difference
-from tensorloop.packed.heads_as_rows import join_heads, part_heads
+from tensorloop.packed.heads_as_rows import has_heads, is_size_of, join_heads, part_heads
 from tensorloop.packed.layout import ViewLayout, layout_of, see, turn_back, unwrap
 from tensorloop.packed.relative import skew
-from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.score_ops import expand_to_scores
+from tensorloop.packed.size import NoNumber, RaggedSize
 
 _ALL = slice(None)
 
@@ -105,6 +106,9 @@ def expand(func: Any, input: Any, *sizes: Any, **kwargs: Any) -> Any:
         raise refusal(f"{input.shape} as {given}", "keep batch and ragged dim, as -1 or as they stand in the shape")
     features = [n for d, n in enumerate(given) if d not in fixed]
     p = unwrap(input)
+    _check_size(given[layout.time + extra], p)
+    if any(isinstance(n, NoNumber) for n in features):
+        return expand_to_scores(input, given)
     values = p.values[(_ALL, *[None] * extra)]
     return see(p._with(values.expand(-1, *features)), layout.batch + extra, layout.time + extra)
 
@@ -122,9 +126,16 @@ def repeat(func: Any, input: Any, *sizes: Any, **kwargs: Any) -> Any:
     places = layout.batch + extra, layout.time + extra
     if extra < 0 or any(given[d] != 1 for d in places):
         raise refusal(f"{given} repeats the batch or the ragged dim", "use repeat_interleave(n, 0) for rows")
+    refuse_ragged_repeats(given)
     p = unwrap(input)
     values = p.values[(_ALL, *[None] * extra)].repeat(1, *(n for d, n in enumerate(given) if d not in places))
     return see(p._with(values), *places)
+
+
+def refuse_ragged_repeats(sizes: Sequence[Any]) -> None:
+    """Raises where features would be repeated as often as the longest row is long, in all rows."""
+    if any(isinstance(n, NoNumber) for n in sizes):
+        raise refusal(f"{tuple(sizes)} repeats a feature as often as rows are long", "keep size 1 there: it broadcasts")
 
 
 def stack(func: Any, tensors: Any, dim: int = 0) -> Any:
@@ -198,24 +209,26 @@ def regroup(x: Any, sizes: tuple[Any, ...]) -> Any:
     rows, shape = len(p._dim), x.shape
     have = _segments(shape, layout.batch, layout.time)
     behind = 1 if layout.batch < layout.time else 2  # the segment of features that follow the batch
+    ways = []
     for batch, time in _places(sizes, layout.batch < layout.time):
         want = _segments(sizes, batch, time)
-        n = sizes[batch]
-        for heads in _joined(have, want, behind, rows, n):
-            totals = [prod(s) for s in have]
-            totals[behind] = totals[behind] // heads if heads > 0 else totals[behind] * -heads
-            filled = [_fill(s, total) for s, total in zip(want, totals, strict=True)]
-            if all(s is not None for s in filled):
-                found = _regroup_values(p, have, filled, behind, heads)
-                _check_size(sizes[time], p, found)
-                return see(found, batch, time)
+        ways += [(heads, batch, time, want) for heads in _joined(have, want, behind, rows, sizes[batch])]
+    # Rows of different lens are no heads of one; that is said where nothing else fits.
+    for heads, batch, time, want in sorted(ways, key=lambda way: way[0] < 0 and not has_heads(p._dim, -way[0])):
+        totals = [prod(s) for s in have]
+        totals[behind] = totals[behind] // heads if heads > 0 else totals[behind] * -heads
+        filled = [_fill(s, total) for s, total in zip(want, totals, strict=True)]
+        if all(s is not None for s in filled):
+            found = _regroup_values(p, have, filled, behind, heads)
+            _check_size(sizes[time], p, found)
+            return see(found, batch, time)
     return None
 
 
 def _check_size(n: Any, *rows: Packed) -> None:
     """Raises where a ragged size is of neither rows: those before, nor those with heads joined or parted."""
     dim = n._dim if isinstance(n, RaggedSize) else n
-    if isinstance(dim, Dim) and not any(dim.same(p._dim) for p in rows):
+    if isinstance(dim, Dim) and not any(is_size_of(dim, p._dim) for p in rows):
         raise describe_difference(rows[0]._dim, dim, "a view by a size of other rows")
 
 
@@ -271,6 +284,14 @@ def _regroup_values(p: Packed, have: list[Any], want: list[Any], behind: int, he
             p = part_heads(p._with(p.values.reshape(-1, before, middle, after)), -heads)
             p = p._with(p.values.movedim(1, behind + 1))
     return p._with(p.values.reshape(len(p.values), *(n for s in want for n in s)))
+
+
+def pair(func: Any, input: Any) -> Any:
+    """The last dim, of size 2, as complex numbers; or those as a dim more."""
+    layout, p = layout_of(input), unwrap(input)
+    if func.__name__ == "view_as_complex" and layout.ndim - 1 in layout[:2]:
+        raise refusal(f"the last dim of {input.shape} is no feature", "transpose it back")
+    return see(p._with(func(p.values)), *layout[:2])
 
 
 def pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
@@ -341,6 +362,7 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("reshape", "view"), reshape),
     **dict.fromkeys(("view_as", "reshape_as"), view_as),
     **dict.fromkeys(("repeat", "tile"), repeat),
+    **dict.fromkeys(("view_as_complex", "view_as_real"), pair),
     **{"permute": permute, "unsqueeze": unsqueeze, "squeeze": squeeze, "expand": expand, "expand_as": expand_as},
     **{"stack": stack, "flatten": flatten, "unflatten": unflatten, "pad": pad, "__getitem__": _index_table},
 }

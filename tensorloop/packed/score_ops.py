@@ -11,11 +11,11 @@ from tensorloop.packed.base import Packed, PackedView, refusal
 from tensorloop.packed.by_rows import batch_of, check_same, cut, join, ragged_of
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import dispatch, find_dim_parameter
-from tensorloop.packed.heads_as_rows import divide, multiply, part_heads
+from tensorloop.packed.heads_as_rows import divide, is_size_of, multiply, part_heads
 from tensorloop.packed.layout import see, unwrap
 from tensorloop.packed.pointwise import refuse_array
 from tensorloop.packed.scores import PackedScores, takes_scores
-from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.size import NoNumber, RaggedSize
 
 # -- entry by entry
 
@@ -64,6 +64,21 @@ def _flatten(x: Any, like: PackedScores) -> Any:
     rows = cut(x, -like.ndim, len(like.rows), {-2: like.rows, -1: like.columns})
     parts = [row.expand(size).reshape(-1) for row, size in zip(rows, like.sizes, strict=False)]
     return torch.cat(parts) if parts else rows[0].reshape(-1)[:0]
+
+
+def expand_to_scores(x: Any, sizes: tuple[Any, ...]) -> PackedScores:
+    """A packed tensor repeated along a dim of size 1 that gets a ragged size: a number for each query and key."""
+    own = ragged_of(x)
+    dims = {k: n._dim for k in (-2, -1) if isinstance(n := sizes[k], RaggedSize)} | own
+    batch, _, like = batch_of([x])
+    if set(dims) != {-1, -2} or batch != -len(sizes) or any(isinstance(n, NoNumber) for n in sizes[:-2]):
+        raise refusal(
+            f"{x.shape} as {sizes} has two ragged dims, not as the last ones",
+            "keep size 1 there, as it broadcasts; x, y = tensorloop.packed.pairs(a, b) puts every two side by side",
+        )
+    lead = [m if n == -1 else n for n, m in zip(sizes[1:-2], x.shape[1:-2], strict=True)]
+    made = PackedScores(torch.empty(0), like, dims[-2], dims[-1], tuple(lead))
+    return made.alike(_flatten(x, made))
 
 
 @takes_scores("to", "type_as")
@@ -200,6 +215,31 @@ def _permute(func: Any, input: Any, *dims: Any) -> Any:
     return per_row(input, lambda row: row.permute(order[1:]), rows, columns)
 
 
+@takes_scores("movedim", "moveaxis")
+def _move(func: Any, input: Any, source: Any, destination: Any) -> Any:
+    """Dims moved to other places; the rest keep their order."""
+    pairs = ((x,) if isinstance(x, int) else x for x in (source, destination))
+    moved = {input.find(to): input.find(d) for d, to in zip(*pairs, strict=True)}
+    rest = iter(d for d in range(-input.ndim, 0) if d not in moved.values())
+    return _permute(func, input, [moved[d] if d in moved else next(rest) for d in range(-input.ndim, 0)])
+
+
+@takes_scores("flip")
+def _flip(func: Any, input: Any, *dims: Any) -> Any:
+    """Each row from its end, along any dims but the batch."""
+    given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
+    found = [input.find(d) for d in given]
+    if -input.ndim in found:
+        raise refusal(f"along dims {given} of {input.shape}", "take the rows: x.unbind()")
+    return per_row(input, lambda row: row.flip(found))
+
+
+@takes_scores("view_as", "reshape_as")
+def _view_as(func: Any, input: Any, other: Any) -> Any:
+    """With the sizes of other scores."""
+    return _reshape(func, input, *other.shape)
+
+
 @takes_scores("view", "reshape")
 def _reshape(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     """Heads regrouped, joined with the batch or parted from it; nothing is copied."""
@@ -276,8 +316,23 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
     if len(given) != input.ndim:
         raise refusal(f"{input.shape} as {given}", "unsqueeze before")
+    own = [n == -1 or (isinstance(n, RaggedSize) and is_size_of(n._dim, d)) for n, d in _last_sizes(given, input)]
+    if given[0] not in (-1, len(input.rows)) or not all(own):
+        raise refusal(f"{input.shape} as {given}", "keep batch and last two, as -1 or as they stand in the shape")
     lead = [m if n == -1 else n for n, m in zip(given[1:-2], input.lead, strict=True)]
     return per_row(input, lambda row: row.expand(*lead, -1, -1))
+
+
+def _last_sizes(sizes: Any, x: PackedScores) -> Any:
+    return zip(sizes[-2:], (x.rows, x.columns), strict=True)
+
+
+@takes_scores("expand_as")
+def _expand_as(func: Any, input: Any, other: Any) -> Any:
+    """To the shape of other scores."""
+    if not isinstance(other, (Packed, PackedView)):
+        raise refusal("only one of two tensors is packed", "scores broadcast as they are")
+    return _expand(func, input, *other.shape)
 
 
 @takes_scores("unbind", "select", "chunk", "split", "repeat_interleave", "narrow", "index_select")

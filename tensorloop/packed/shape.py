@@ -10,12 +10,13 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import handles
+from tensorloop.packed.heads_as_rows import is_size_of
 from tensorloop.packed.pointwise import align
 from tensorloop.packed.reordered_shapes import expand as expand_any
-from tensorloop.packed.reordered_shapes import regroup, reorder, unsqueeze
+from tensorloop.packed.reordered_shapes import refuse_ragged_repeats, regroup, reorder, unsqueeze
 from tensorloop.packed.reordered_shapes import stack as stack_any
 from tensorloop.packed.reordered_shapes import unflatten as unflatten_any
-from tensorloop.packed.size import EntryCount, RaggedSize
+from tensorloop.packed.size import EntryCount, NoNumber, RaggedSize
 
 
 @handles("unsqueeze")
@@ -125,9 +126,14 @@ def _read_sizes(p: Packed, sizes: Any) -> tuple[Any, ...]:
     """Sizes with None for the ragged one, which must be that of `p`."""
     for n in sizes:
         dim = n._dim if isinstance(n, (RaggedSize, EntryCount)) else n
-        if isinstance(dim, Dim) and not dim.same(p._dim):
+        if isinstance(dim, Dim) and not (dim.same(p._dim) or _is_of_heads(n, p)):
             raise describe_difference(p._dim, dim, f"{p.shape} by a size of other rows")
     return tuple(None if isinstance(n, (Dim, RaggedSize)) else n for n in sizes)
+
+
+def _is_of_heads(n: Any, p: Packed) -> bool:
+    """Whether a size is one of the rows that heads were joined with. A count of entries is none of theirs."""
+    return isinstance(n, RaggedSize) and is_size_of(n._dim, p._dim)
 
 
 @handles("view_as", "reshape_as")
@@ -147,7 +153,7 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     if func.__name__ == "expand_as":
         return input.expand(sizes[0].shape)
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else tuple(sizes)
-    if len(sizes) > input.ndim:
+    if len(sizes) > input.ndim or any(isinstance(n, NoNumber) for n in sizes[2:]):
         return expand_any(func, input, *sizes)
     sizes = _read_sizes(input, sizes)
     if len(sizes) != input.ndim or sizes[0] not in (-1, len(input._dim)) or sizes[1] not in (-1, None):
@@ -170,6 +176,7 @@ def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
     sizes = tuple(sizes[0]) if len(sizes) == 1 and not isinstance(sizes[0], int) else sizes
     if len(sizes) != input.ndim or sizes[:2] != (1, 1):
         raise refusal(f"{sizes} repeats the batch or the ragged dim", "use repeat_interleave(n, 0) for rows")
+    refuse_ragged_repeats(sizes)
     return input._with(input.values.repeat(1, *sizes[2:]))
 
 

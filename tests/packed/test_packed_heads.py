@@ -157,7 +157,7 @@ def test_real_and_complex_rotary_embeddings() -> None:
         return merge(torch.view_as_real(pairs * torch.polar(torch.ones_like(angles), angles)[:n]).flatten(3))
 
     programs = (real, turned) if hasattr(torch, "polar") else (real,)
-    for program in programs[:1]:
+    for program in programs:
         torch.testing.assert_close(program(p).values, torch.cat([program(row[None])[0] for row in p]))
 
 
@@ -199,6 +199,33 @@ def test_a_row_of_nan_stays_alone() -> None:
         torch.testing.assert_close(sound, program(p)[torch.tensor([0, 3])].values, msg=name)
         (grad,) = torch.autograd.grad(sound.sin().sum(), values)
         assert not grad[[0, 1, 2, 7]].isnan().any(), name
+
+
+def test_sizes_of_rows_are_those_of_their_heads() -> None:
+    p = make(LENS, 6)
+    b, t, _ = p.shape
+    joined = split(p).reshape(b * 2, t, 3)
+    assert joined.view(b * 2, t, 3, 1).shape == joined.view(b * 2, t, 3).unsqueeze(3).shape
+    assert torch.equal(joined.unsqueeze(2).expand(b * 2, t, 2, 3)[:, :, 1].values, joined.values)
+    assert torch.equal(joined.transpose(1, 2).expand(-1, 3, t).transpose(1, 2).values, joined.values)
+    assert torch.equal(joined.transpose(1, 2).reshape(b * 2, 3, 1, t)[:, :, 0].transpose(1, 2).values, joined.values)
+    for size in (make([4, 3, 0, 1], 6).shape[1], make([3, 0], 6).shape[1]):
+        for refused in (
+            lambda n: joined.view(b * 2, n, 3),
+            lambda n: joined.expand(-1, n, -1),
+            lambda n: joined.transpose(1, 2).expand(-1, -1, n),
+        ):
+            with pytest.raises(ValueError, match="of other rows"):
+                refused(size)
+    with pytest.raises(ValueError, match="of other rows"):
+        joined.view(b * t, 3)
+
+
+def test_a_batch_that_stays_is_not_taken_for_heads() -> None:
+    p = make([0, 2], 12)
+    x = p.movedim(0, 2)  # (T, 12, B)
+    assert x.reshape(p.shape[1], 12, 1, 2).lens.tolist() == [0, 2]
+    assert x.reshape(p.shape[1], 2, 6, 2).lens.tolist() == [0, 2]
 
 
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [

@@ -226,3 +226,56 @@ def test_what_is_refused(name: str) -> None:
     q = make(LENS, 6)
     with pytest.raises(kind, match=text):
         fn(scores(q, q), q, make(OTHER, 6))
+
+
+def test_a_ragged_size_makes_scores_of_a_dim_of_size_1():
+    """Not as many as the longest row has in every row: what sums over them would count padding."""
+    x = PackedTensor(torch.randn(5, dtype=torch.float64, requires_grad=True), [2, 3])
+    B, T = x.shape
+    columns, rows = x.unsqueeze(1).expand(B, T, T), x.unsqueeze(2).expand(-1, -1, T)
+    for b, row in enumerate(x.unbind()):
+        n = len(row)
+        assert torch.equal(columns[b], row.expand(n, n))
+        assert torch.equal(rows[b], row[:, None].expand(n, n))
+        assert torch.equal(columns.sum(1)[b], row * n)
+    wide = x.view(B, T, 1).transpose(1, 2)[:, :, None].expand(B, 2, T, T)
+    assert wide.shape == (2, 2, None, None)
+    (grad,) = torch.autograd.grad(wide.sum(), x.values)
+    assert grad.tolist() == [4, 4, 6, 6, 6]
+    features = x.view(B, T, 1)
+    for refused in (
+        lambda: features[:, :, None].expand(B, T, T, 1),
+        lambda: features[:, None].expand(-1, T, -1, -1),
+        lambda: features.repeat(1, 1, T),
+        lambda: features.transpose(1, 2).repeat(1, T, 1),
+        lambda: wide.expand(4, 2, T, T),
+        lambda: wide.expand(B, 2, 3, 3),
+    ):
+        with pytest.raises(TypeError, match=r"ragged dims|as often as rows are long|keep batch and last two"):
+            refused()
+
+
+def test_scores_are_moved_and_flipped():
+    q, k = make(LENS, 2, 3), make([2, 3, 0, 4], 2, 3)
+    scores = torch.einsum("bihd,bjhd->bhij", q, k)
+    for program in (
+        lambda x: x.movedim(1, -3).movedim((2, 3), (3, 2)),
+        lambda x: x.flip(-1),
+        lambda x: x.flip(1, 2),
+        lambda x: x[:, :1].expand_as(x).view_as(x),
+    ):
+        for b, row in enumerate(program(scores).unbind()):
+            assert torch.equal(row, program(scores[b][None])[0])
+
+
+def test_two_ragged_dims_that_are_not_the_last_are_refused_also_of_equal_rows():
+    x, y = make([2, 2], 4), make([3, 3], 4)
+    with pytest.raises(TypeError, match="two ragged dims, not as the last ones"):
+        torch.matmul(y.unsqueeze(1), x.unsqueeze(3))
+
+
+def test_tables_beside_no_rows():
+    x = make([], 3)
+    scores = x @ x.transpose(1, 2)
+    assert (scores + torch.zeros(0, 1, 1)).shape == (0, None, None)
+    assert scores.masked_fill(torch.ones(0, 1, 0, dtype=torch.bool), 0).shape == (0, None, None)
