@@ -71,7 +71,10 @@ def _compares(name: str) -> Callable[[Any, Any], Any]:
     def run(self: "RaggedSize", other: Any) -> Any:
         return self._agreed(name, lambda n, m: compare(n, m), other)
 
-    run.__name__, run.__doc__ = name, "Answered where every row gives the same answer; refused where they differ."
+    run.__name__ = name
+    run.__doc__ = (
+        "Answered where every row gives the same answer, and whether there is more than one step; else refused."
+    )
     return run
 
 
@@ -106,7 +109,7 @@ class RaggedSize(NoNumber):
     __lt__, __le__, __gt__, __ge__ = map(_compares, ("__lt__", "__le__", "__gt__", "__ge__"))
 
     def __bool__(self) -> bool:
-        """Whether rows have entries, where all have or none has."""
+        """Whether there is any step."""
         return self._agreed("bool", lambda n, m: n > m, 0)
 
     def __add__(self, n: Any) -> "RaggedSize":
@@ -140,10 +143,16 @@ class RaggedSize(NoNumber):
         return not any(x is self for x in (index if isinstance(index, tuple) else (index,)))
 
     def _agreed(self, name: str, compare: Callable[[Any, Any], Any], other: Any) -> bool:
-        """What all rows answer, and the longest, which is 0 where there are no rows."""
+        """What all rows answer, and the longest, which is 0 where there are no rows.
+
+        Whether there is a step at all, or more than one, is asked of the padded tensor, by a model that has a way for
+        decoders beside one for sequences: the longest row answers.
+        """
         lens = self._dim._host_lens
         if isinstance(other, RaggedSize) and len(other._dim) == len(lens):
             answers = compare(lens, other._dim._host_lens).tolist() or [compare(0, 0)]
+        elif type(other) is int and other - (name in ("__lt__", "__ge__")) <= 1:
+            return bool(compare(self._dim.max_len, other))
         elif isinstance(other, Real) and not isinstance(other, Dim):
             answers = compare(lens, other).tolist() or [compare(0, other)]
         else:

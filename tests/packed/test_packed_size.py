@@ -51,6 +51,16 @@ def test_shapes_are_equal_where_lens_are():
     assert T != "ragged"
 
 
+def test_whether_there_is_more_than_one_step_is_answered_by_the_longest_row():
+    """As models ask that have a way for a decoder's one query beside one for all."""
+    for lens, several in (([3, 1], True), ([0, 4], True), ([1, 1], False), ([1, 0], False), ([0], False)):
+        size = packed(lens).shape[1]
+        assert (size > 1, size >= 2, size.__gt__(1)) == (several,) * 3
+        assert (size <= 1, size < 2, size != 1) == (not several, not several, size != 1)
+        assert (size > 0, size >= 1, bool(size)) == (max(lens) > 0,) * 3
+        assert not size < 0
+
+
 def test_it_is_compared_where_all_rows_agree():
     assert T > 1
     assert not T > 3
@@ -64,7 +74,7 @@ def test_it_is_compared_where_all_rows_agree():
     empty = packed([]).shape[1]
     assert not empty
     assert empty < 1
-    for compare in (lambda: T > 2, lambda: T < 3, lambda: bool(packed([2, 0]).shape[1])):
+    for compare in (lambda: T > 2, lambda: T < 3, lambda: packed([2, 0]).shape[1] > 1.5):
         with pytest.raises(TypeError, match=r"rows 0 and 1, of 2 and [30] entries, answer differently"):
             compare()
 
