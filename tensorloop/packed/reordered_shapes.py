@@ -200,6 +200,10 @@ def unflatten(func: Any, input: Any, dim: int, sizes: Any) -> Any:
     if -1 in sizes:
         known = -prod(sizes)
         sizes = tuple(shape[d] // known if n == -1 and known else n for n in sizes)
+    layout, p = layout_of(input), unwrap(input)
+    if d not in layout[:2]:
+        batch, time = (place + (place > d) * (len(sizes) - 1) for place in layout[:2])
+        return see(p._with(p.values.unflatten(layout.order[d] - 1, sizes)), batch, time)
     return reshape(func, input, *shape[:d], *sizes, *shape[d + 1 :])
 
 

@@ -226,6 +226,8 @@ def test_a_batch_that_stays_is_not_taken_for_heads() -> None:
     x = p.movedim(0, 2)  # (T, 12, B)
     assert x.reshape(p.shape[1], 12, 1, 2).lens.tolist() == [0, 2]
     assert x.reshape(p.shape[1], 2, 6, 2).lens.tolist() == [0, 2]
+    same = make([2, 2], 12).transpose(0, 1).unsqueeze(1)  # (T, 1, B, 12)
+    assert same.unflatten(3, (2, -1)).lens.tolist() == [2, 2]
 
 
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [
