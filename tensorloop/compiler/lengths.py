@@ -6,7 +6,7 @@ stands for a length: whoever treats a `Length` as a number gets an error.
 """
 
 import dataclasses
-from collections.abc import Container, Iterable, Sequence
+from collections.abc import Container, Iterable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor, fx
@@ -167,6 +167,40 @@ def as_text(size: Size) -> str:
         return str(size)
     name = f"{size.scale if size.scale > 1 else ''}{'nmk'[size.symbol]}"
     return name if not size.shift else f"{name} {'+' if size.shift > 0 else '-'} {abs(size.shift)}"
+
+
+def of_slice(node: fx.Node) -> Iterator[Size]:
+    """That a part of what is as long as an array is a part of it: torch counts from the end, and cuts short."""
+    whole: Any = node.args[0] if node.args else None
+    if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
+        return
+    args: Any = node.args
+    if node.target is aten.constant_pad_nd.default:
+        yield from args[1]
+    elif node.target in (aten.select.int, aten.select_scatter.default):
+        dim, index = args[-2:]
+        yield from _of_part(shape_of(whole)[dim], index, 1, 1)
+    elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
+        rest = args[1:] if node.target is aten.slice.Tensor else args[2:]
+        dim, start, _, step = [*rest, *[0, None, None, 1][len(rest) :]]
+        part = node if node.target is aten.slice.Tensor else args[1]
+        yield from _of_part(shape_of(whole)[dim], start or 0, shape_of(part)[dim], step)
+
+
+def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
+    """That so many elements, from one on, are there."""
+    # Traced with long arrays, a part has the start that torch counted from the end, and no stop that is cut short: it
+    # is the same part of a shorter array if it begins at 0 or later and its last element is before the end.
+    start = start + size if start < 0 else start
+    yield start
+    yield count
+    if count:
+        yield size - 1 - start - (count - 1) * step
+
+
+def all_hold(conditions: Iterable[Size], ends: Sequence[Sequence[int]]) -> bool:
+    """Whether they hold where arrays are this long, before the first step and before the last one."""
+    return all(actual(size, lengths) >= 0 for size in conditions for lengths in ends)
 
 
 def growth_of(array: fx.Node, growth: Sequence[int]) -> int | None:

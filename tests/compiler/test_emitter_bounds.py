@@ -11,8 +11,8 @@ import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
-from tensorloop.compiler.emitter.write.bounds import all_hold, check_rows, find_bounds
-from tensorloop.compiler.lengths import Length
+from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
+from tensorloop.compiler.lengths import Length, all_hold
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.targets.cpu import threads
 from tests.support.both_ways import check_both

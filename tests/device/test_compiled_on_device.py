@@ -288,3 +288,21 @@ def test_appends_copy_no_array() -> None:
         found = run("strict")
     torch.testing.assert_close(found, run(False))
     assert counts.operations["aten::cat"] <= 4, counts.places()
+
+
+@pytest.mark.parametrize("part", [slice(1, 3), slice(3), slice(-3, None)])
+def test_a_part_that_an_array_does_not_have_yet_is_not_taken_for_one_of_its_length(part: slice) -> None:
+    def run(compile: bool) -> Any:
+        def body(carry: Any, x: Tensor) -> Any:
+            h, array = carry
+            mean = array.stack()[part].mean(0)
+            array.append(x)
+            return (torch.sin(h + mean), array), mean
+
+        array = tl.TensorArray.unstack(numbers(2, ROWS, seed=3))
+        (last, array), ys = tl.scan(body, (numbers(ROWS), array), numbers(STEPS, ROWS, seed=1), compile=compile)
+        return last, array.stack(), ys
+
+    with pytest.warns(NotCompiledWarning, match="depends on the length of an array"):
+        found = run(True)
+    torch.testing.assert_close(found, run(False))

@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import Length, Sized, shape_of
+from tensorloop.compiler.lengths import Length, Sized, all_hold, of_slice, shape_of
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.place import Place, put_on
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
@@ -32,6 +32,7 @@ class EagerCore:
         put_on(graph, step.place.device)
         self.module = fx.GraphModule(torch.nn.Module(), graph)
         self._growth = step.growth
+        self._conditions = [size for n in step.graph.nodes for size in of_slice(n)] if step.growth else []
         first = [next(iter(shape_of(n)), None) for n in (*step.sequences, *step.carry)]
         self._sizes_of_arrays = [size if isinstance(size, Length) else None for size in first]
         self._sizes = len(step.carry), len(step.outs), len(step.sums)
@@ -74,8 +75,9 @@ class EagerCore:
         return [x if y is None else y for x, y in zip(carry, own, strict=True)], done
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
-        """Whether so many steps stay in their memory. They do: torch checks each index itself."""
-        return True
+        """Whether each part of an array is what it was when the step was traced; torch checks each index itself."""
+        last = [n + more * (steps - 1) for n, more in zip(lengths, self._growth, strict=True)]
+        return all_hold(self._conditions, (lengths, last))
 
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
         """Returns this core: it prepares nothing that many calls could share."""

@@ -9,15 +9,13 @@ Indices from tensors are compared in the code (`Memory.chosen`, `write_scatter`)
 
 import itertools
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
 
 from torch import fx
 
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Kernel, Matmul, Matrix, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
-from tensorloop.compiler.lengths import Length, Size, grows, shape_of
-from tensorloop.compiler.operations import aten
+from tensorloop.compiler.lengths import Length, Size, of_slice
 from tensorloop.compiler.step import Unsupported
 
 # The largest and smallest of no elements are errors in torch; machine code would give what it began with.
@@ -32,42 +30,13 @@ def find_bounds(units: Sequence[Unit], nodes: Iterable[fx.Node], growth: Sequenc
     found: dict[Length, None] = {}
     kernels = (kernel for unit in units for kernel in (unit.walks if isinstance(unit, WalkGroup) else (unit,)))
     numbers = itertools.chain.from_iterable(_conditions(kernel, growth) for kernel in kernels)
-    slices = itertools.chain.from_iterable(_of_slice(n) for n in nodes) if growth else ()
+    slices = itertools.chain.from_iterable(of_slice(n) for n in nodes) if growth else ()
     for number in itertools.chain(numbers, slices):
         if isinstance(number, Length):
             found[number] = None
         elif number < 0:
             raise Unsupported("an address outside of its tensor")
     return list(found)
-
-
-def _of_slice(node: fx.Node) -> Iterator[Size]:
-    """That a part of what is as long as an array is a part of it: torch counts from the end, and cuts short."""
-    whole: Any = node.args[0] if node.args else None
-    if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
-        return
-    args: Any = node.args
-    if node.target is aten.constant_pad_nd.default:
-        yield from args[1]
-    elif node.target in (aten.select.int, aten.select_scatter.default):
-        dim, index = args[-2:]
-        yield from _of_part(shape_of(whole)[dim], index, 1, 1)
-    elif node.target in (aten.slice.Tensor, aten.slice_scatter.default):
-        rest = args[1:] if node.target is aten.slice.Tensor else args[2:]
-        dim, start, _, step = [*rest, *[0, None, None, 1][len(rest) :]]
-        part = node if node.target is aten.slice.Tensor else args[1]
-        yield from _of_part(shape_of(whole)[dim], start or 0, shape_of(part)[dim], step)
-
-
-def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
-    """That so many elements, from one on, are there."""
-    # Machine code has the start that torch counted from the end, and no stop that is cut short: the part lies within
-    # if it begins at 0 or later and its last element is before the end.
-    start = start + size if start < 0 else start
-    yield start
-    yield count
-    if count:
-        yield size - 1 - start - (count - 1) * step
 
 
 def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int) -> None:
@@ -82,11 +51,6 @@ def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int
             space = unit.space if isinstance(unit, WalkGroup) else _boxes(unit)[0].shape
         if space[dim] != count:
             raise Unsupported(f"{space[dim]} rows of a unit, shared out as {count}")
-
-
-def all_hold(conditions: Iterable[Length], ends: Sequence[Sequence[int]]) -> bool:
-    """Whether they hold where arrays are this long, before the first step and before the last one."""
-    return all(length.at(lengths) >= 0 for length in conditions for lengths in ends)
 
 
 def _conditions(kernel: Kernel, growth: Sequence[int]) -> Iterator[Size]:

@@ -15,8 +15,8 @@ from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.emitter.write import rows
-from tensorloop.compiler.emitter.write.bounds import all_hold
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
+from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.cpu import cache, threads

@@ -9,7 +9,7 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.emitter.device.kernel import DeviceText
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.emitter.write.bounds import all_hold
+from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.step import Core, CoreCall
 from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out
 from tensorloop.compiler.targets.proved import Trial
