@@ -114,7 +114,7 @@ INNER = {
     "compiler.targets": {*_CONTRACTS, *_EMITTER[:2], "compiler.targets.cpu", "compiler.targets.ptx"},
     "compiler.targets.cpu": {*_CONTRACTS, *_EMITTER, "compiler.emitter.lowered", "compiler.targets.given"},
     "compiler.targets.ptx": {
-        *(*_CONTRACTS, *_EMITTER[1:], "compiler.emitter.device", "compiler.emitter.lowered"),
+        *(*_CONTRACTS, "compiler.emitter.lower", "compiler.emitter.device", "compiler.emitter.lowered"),
         *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.given", "compiler.targets.proved"),
     },
     "packed.time": {
