@@ -198,7 +198,7 @@ def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
         yield size - 1 - start - (count - 1) * step
 
 
-def all_hold(conditions: Iterable[Size], ends: Sequence[Sequence[int]]) -> bool:
+def all_hold(conditions: Iterable[Size | Length], ends: Sequence[Sequence[int]]) -> bool:
     """Whether they hold where arrays are this long, before the first step and before the last one."""
     return all(actual(size, lengths) >= 0 for size in conditions for lengths in ends)
 
