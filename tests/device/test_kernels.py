@@ -257,16 +257,10 @@ def test_a_graph_of_the_users_has_the_launch_once_the_kernel_is_loaded(
     asked: PretendedKernels, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run, _ = rnn(3, 2, 4)
-    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
     with torch.no_grad():
         expected = run(False)
         before = len(asked.library.launches)
-        torch.testing.assert_close(
-            run("strict"), expected
-        )  # torch's operations, as nothing is loaded while one is made
-        assert len(asked.library.launches) == before
-        monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: False)
-        run("strict")
+        run("strict")  # which makes the plan, as no call does while a graph is made
         gc.collect()
         modules = len(asked.library.modules)
         monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
