@@ -260,3 +260,23 @@ def test_what_is_tried_replays_a_graph_of_each_size(small: int, asks: bool, monk
     for (least, tried), size in zip(recorded.trials(step), recorded.SIZES, strict=True):
         assert max(sizes(least)) == size > max(sizes(least - 1), default=0)
         assert sizes(tried) >= {x for x in recorded.SIZES if x <= size}
+
+
+def test_a_number_is_as_close_as_the_least_precise_on_its_way() -> None:
+    def through(dtype: torch.dtype) -> Any:
+        return lambda inv, xs, carry: {"carry": [carry[0] + xs[0].to(dtype).sin().double()]}
+
+    def moved(call: CoreCall, last: list[Tensor], done: int) -> None:
+        last[0].add_(3e-6)
+
+    given = (
+        [],
+        [torch.rand(9, 3, dtype=torch.float64, device="cpu")],
+        [torch.ones(3, dtype=torch.float64, device="cpu")],
+    )
+    step = step_of(through(torch.float32), *given)
+    core, below = Wrong(step, moved), EagerCore(step)
+    assert Proved(core, below, below, step)._choose(call_of(step, given, 9)) is core
+    step = step_of(through(torch.float64), *given)
+    with pytest.warns(RuntimeWarning, match="3 of 3 numbers otherwise"):
+        Proved(Wrong(step, moved), below, below, step)._choose(call_of(step, given, 9))

@@ -1,8 +1,9 @@
 """Cores that prove themselves: each runs beside the eager core, on the same device, before it may take its place.
 
 The proof is made of a core's first call, and of each later one that is so long that other code runs: a whole chunk and
-its tail, on copies of the real inputs. What it gives must be what the eager core gives, numbers within `CLOSE`. Where
-not, the core below takes its place as long as the plan lives, and one warning says what differed.
+its tail, on copies of the real inputs. What it gives must be what the eager core gives, numbers within `CLOSE` of the
+least precise dtype in the step. Where not, the core below takes its place as long as the plan lives, and one warning
+says what differed.
 """
 
 import threading
@@ -15,6 +16,7 @@ from torch import Tensor, fx
 
 from tensorloop._common.closeness import CLOSE
 from tensorloop.compiler.lengths import grows
+from tensorloop.compiler.operations import values_of
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed
 
 SENSITIVE = 16  # times as far as the eager core's own numbers move where its carry is rounded otherwise
@@ -58,6 +60,8 @@ class Proved:
     def __init__(self, core: Provable, below: Core, eager: Core, step: Step) -> None:
         self._core, self._below, self._eager = core, below, eager
         self._device, self._reverse = step.place.device, step.reverse
+        # A number that was a float32 on its way is not as close as the float64 that it became.
+        self._close = max((_bound(x.dtype) for n in step.graph.nodes for x in values_of(n)), default=0.0)
         self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
         self._left = list(core.trials)
         self._failed = False
@@ -135,12 +139,12 @@ class Proved:
             raise
         except Exception as error:  # a driver's, a compiler's
             return f"raised {type(error).__name__}: {error}".splitlines()[0]
-        fault = _difference(found, expected, None, self._reverse)
+        fault = _difference(found, expected, None, self._close, self._reverse)
         if not fault or found.done != expected.done:
             return fault
         # A loop that magnifies roundings has no one result: it may differ as far as it does from itself.
         moved = _run(self._eager, self._copied(call, steps, rounded=True))
-        return _difference(found, expected, moved if moved.done == expected.done else None, self._reverse)
+        return _difference(found, expected, moved if moved.done == expected.done else None, self._close, self._reverse)
 
     def _copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
         """The first steps of a call in memory of their own; outs are such that one sees which are not written."""
@@ -155,6 +159,10 @@ class Proved:
                 [x.clone() for x in call.sums],
                 call.lengths,
             )
+
+
+def _bound(dtype: torch.dtype) -> float:
+    return CLOSE.get(dtype, torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
 def _run(core: Core, call: CoreCall) -> Run:
@@ -174,7 +182,7 @@ def _unwritten(x: Tensor) -> Tensor:
     return torch.full_like(x, True if x.dtype is torch.bool else torch.iinfo(x.dtype).max)
 
 
-def _difference(found: Run, expected: Run, moved: Run | None, reverse: bool) -> str:
+def _difference(found: Run, expected: Run, moved: Run | None, close: float, reverse: bool) -> str:
     if found.done != expected.done:
         return f"does {found.done} steps, not {expected.done}"
     rows = slice(-found.done if found.done else None, None) if reverse else slice(found.done)
@@ -184,16 +192,16 @@ def _difference(found: Run, expected: Run, moved: Run | None, reverse: bool) -> 
             z = None if moved is None else getattr(moved, name)[i]
             if name == "outs":
                 x, y, z = (one if one is None else one[rows] for one in (x, y, z))
-            if said := _of_tensors(x, y, z):
+            if said := _of_tensors(x, y, z, close):
                 return f"gives {said} in {what.format(i)}"
     return ""
 
 
-def _of_tensors(x: Tensor, y: Tensor, moved: Tensor | None) -> str:
+def _of_tensors(x: Tensor, y: Tensor, moved: Tensor | None, close: float) -> str:
     if (x.dtype, x.shape) != (y.dtype, y.shape):
         return f"{x.dtype} {tuple(x.shape)} instead of {y.dtype} {tuple(y.shape)}"
     if x.is_floating_point() or x.is_complex():
-        close = CLOSE.get(x.dtype, torch.finfo(x.dtype).eps)
+        close = max(close, _bound(x.dtype))
         wrong = ~torch.isclose(x, y, rtol=close, atol=close, equal_nan=True)
         if moved is not None:
             far = (moved - y).abs().nan_to_num(0)
