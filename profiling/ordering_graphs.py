@@ -62,7 +62,7 @@ def masks() -> dict[str, Callable[[int], Any]]:
 
 def matrix(graph: Any) -> Any:
     import networkx as nx
-    from scipy import sparse
+    from scipy import sparse  # pyright: ignore[reportMissingImports]
 
     found = sparse.csr_matrix(nx.to_scipy_sparse_array(graph, format="csr"))
     return ones(found + sparse.eye(found.shape[0], format="csr"))
@@ -70,7 +70,7 @@ def matrix(graph: Any) -> Any:
 
 def torus(height: int, width: int, step: int) -> Any:
     """Each cell sees the nine around it, `step` apart."""
-    from scipy import sparse
+    from scipy import sparse  # pyright: ignore[reportMissingImports]
 
     cells = [(i, j) for i in range(height) for j in range(width)]
     pairs = [
@@ -106,7 +106,7 @@ def blocks(mask: Any, order: Any, size: int) -> int:
 
 def bisection(mask: Any, nodes: Any, size: int) -> list[int]:
     import numpy as np
-    from scipy.sparse import csgraph, linalg
+    from scipy.sparse import csgraph, linalg  # pyright: ignore[reportMissingImports]
 
     count = -(-len(nodes) // size)
     if count <= 1:
@@ -127,7 +127,7 @@ def bisection(mask: Any, nodes: Any, size: int) -> list[int]:
 
 def compare(only: str, seeds: int) -> None:
     import numpy as np
-    from scipy.sparse.csgraph import reverse_cuthill_mckee
+    from scipy.sparse.csgraph import reverse_cuthill_mckee  # pyright: ignore[reportMissingImports]
 
     print("| mask | order | block | natural | best | by | walk | bisection |\n| --- | --- |" + " ---: |" * 6)
     lost = total = 0
@@ -151,7 +151,7 @@ def compare(only: str, seeds: int) -> None:
 
 
 if __name__ == "__main__":
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    parser = argparse.ArgumentParser(description=str(__doc__).splitlines()[0])
     parser.add_argument("--only", default="", help="part of a mask's name")
     parser.add_argument("--seeds", type=int, default=2)
     args = parser.parse_args()

@@ -90,7 +90,7 @@ def test_masks_in_the_function_of_torch(name: str) -> None:
     leaves, cotangent = [q.values, k.values, v.values], torch.randn_like(want)
     ours, theirs = (torch.autograd.grad(y, leaves, cotangent, create_graph=True) for y in (out.values, want))
     close(ours, theirs)
-    close(*(torch.autograd.grad(sum(g.sin().sum() for g in x), leaves) for x in (ours, theirs)))
+    close(*(torch.autograd.grad([g.sin().sum() for g in x], leaves) for x in (ours, theirs)))
     dim = q._dim
     found = masks.read_mask(mask, dim, dim, 2, D)
     assert (found.bias is None) == (name in NOTHING | CAUSAL)
