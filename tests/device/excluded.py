@@ -47,6 +47,8 @@ EXCLUDED = {
         "compiled/test_compiled_pays.py::test_torchs_operations_have_one_thread_too_and_only_there",
         "compiled/test_compiled_pays.py::test_where_nothing_is_to_be_decided_no_clock_is_read[deterministic]",
         "compiled/test_compiled_pays.py::test_where_nothing_is_to_be_decided_no_clock_is_read[one thread]",
+        "compiled/test_compiled_row_arrays.py::test_rows_are_shared_out_among_threads[2]",
+        "compiled/test_compiled_row_arrays.py::test_rows_are_shared_out_among_threads[3]",
     ),
     BYTES: (
         "compiled/test_compiled_around.py::test_making_a_plan_does_not_count",
