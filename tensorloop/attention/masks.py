@@ -37,7 +37,7 @@ class _ReadFor(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """The same for masks that are read the same."""
+        """What the reading of a mask depends on beside the mask: equal keys, equal readings."""
         return self.rows._key, self.columns._key, self.heads, self.dtype
 
 

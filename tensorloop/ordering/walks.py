@@ -1,5 +1,6 @@
 """Orders from the graph alone: breadth first, by the eigenvectors of its Laplacian, by METIS."""
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import torch
@@ -69,6 +70,21 @@ def _by_halves(problem: Problem) -> list[Orders]:
     graph = problem.graph.undirected
     if not problem.graph.is_square or len(graph[1]) * problem.rows.bit_length() > 4 * _READ:
         return []
+
+    def halve(part: tuple[Tensor, Tensor], left: int) -> Tensor:
+        side = torch.ones(len(part[0]) - 1, dtype=torch.int64, device="cpu")
+        side[embed(part, 1)[:, 0].argsort(stable=True)[:left]] = 0
+        return side
+
+    return [problem.split(_halve_again(problem, halve))]
+
+
+def _halve_again(problem: Problem, halve: Callable[[tuple[Tensor, Tensor], int], Tensor]) -> Tensor:
+    """(N,) int64: the graph in halves of whole blocks, and so on inside of them.
+
+    `halve` gives the side of each node of a part, 0 for exactly as many as it is told and 1 for the others.
+    """
+    graph = problem.graph.undirected
     order = torch.empty(len(graph[0]) - 1, dtype=torch.int64, device="cpu")
     open_parts = [(torch.arange(len(order), device="cpu"), graph, 0)]
     while open_parts:
@@ -78,11 +94,11 @@ def _by_halves(problem: Problem) -> list[Orders]:
             order[at : at + len(nodes)] = nodes
             continue
         left = blocks // 2 * problem.size
-        along = embed(part, 1)[:, 0].argsort(stable=True)
-        for chosen, begin in ((along[left:], at + left), (along[:left], at)):
-            chosen = chosen.sort().values
+        side = halve(part, left)
+        for half, begin in ((1, at + left), (0, at)):
+            chosen = (side == half).nonzero().flatten()
             open_parts.append((nodes[chosen], graph_walks.take_nodes(*part, chosen), begin))
-    return [problem.split(order)]
+    return order
 
 
 def _bisect(points: Tensor, size: int) -> Tensor:
@@ -204,21 +220,8 @@ def by_metis(problem: Problem) -> Orders:
         import pymetis  # pyright: ignore[reportMissingImports]
     except ImportError as error:
         raise ImportError("metis: this method needs pymetis: pip install pymetis") from error
-    graph = problem.graph.undirected
-    order = torch.empty(len(graph[0]) - 1, dtype=torch.int64, device="cpu")
-    open_parts = [(torch.arange(len(order), device="cpu"), graph, 0)]
-    while open_parts:
-        nodes, part, at = open_parts.pop()
-        blocks = -(-len(nodes) // problem.size)
-        if blocks <= 1:
-            order[at : at + len(nodes)] = nodes
-            continue
-        left = blocks // 2 * problem.size
-        side = graph_walks.balance(*part, _halve(pymetis, part, left), left)
-        for half, begin in ((1, at + left), (0, at)):
-            chosen = (side == half).nonzero().flatten()
-            open_parts.append((nodes[chosen], graph_walks.take_nodes(*part, chosen), begin))
-    return problem.split(order)
+    found = _halve_again(problem, lambda part, left: graph_walks.balance(*part, _halve(pymetis, part, left), left))
+    return problem.split(found)
 
 
 def _halve(pymetis: Any, graph: tuple[Tensor, Tensor], left: int) -> Tensor:

@@ -50,6 +50,26 @@ OPERATORS = (
 )  # of Python, that views hand on
 
 
+def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
+    """Gives a class Python's operators, each as the torch function of its name; its hash is by identity, as a tensor's.
+
+    `dispatch` is called with the torch function, and its arguments.
+    """
+
+    def operator(name: str) -> Callable[..., Any]:
+        func = getattr(torch.Tensor, name)
+
+        def run(self: Any, *others: Any) -> Any:
+            return dispatch(func, (self, *others), {})
+
+        run.__name__, run.__doc__ = name, f"{name} of the values, which `others` are broadcast to."
+        return run
+
+    for name in OPERATORS:
+        setattr(kind, name, operator(name))
+    setattr(kind, "__hash__", object.__hash__)  # noqa: B010 - a type checker has it otherwise
+
+
 class PackedView:
     """A name for a packed tensor whose dims are seen in another order; nothing is moved."""
 

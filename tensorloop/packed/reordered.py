@@ -6,7 +6,6 @@ translated, and the result is seen in the same order. `transpose` and `permute` 
 """
 
 import inspect
-from collections.abc import Callable
 from typing import Any
 
 import torch
@@ -18,7 +17,7 @@ from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.packed import between, reordered_shapes, score_ops
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import OPERATORS, Handler, Packed, PackedView, is_packed, refusal
+from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, is_packed, refusal
 from tensorloop.packed.dispatch import dispatch, find_dim_parameter, handles
 from tensorloop.packed.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.pointwise import align, is_pointwise
@@ -185,20 +184,6 @@ def _way_back(x: PackedView) -> str:
         return f"x.transpose(1, {layout.time})" if layout.time == 2 else f"x.movedim({layout.time}, 1)"
     return "x.transpose(0, 1)" if (layout.batch, layout.time) == (1, 0) else f"x.movedim({layout[:2]}, (0, 1))"
 
-
-def _operator(name: str) -> Callable[..., Any]:
-    func = getattr(Tensor, name)
-
-    def run(self: Reordered, *others: Any) -> Any:
-        return _dispatch(func, (self, *others), {})
-
-    run.__name__, run.__doc__ = name, f"{name} of the values, which `others` are broadcast to."
-    return run
-
-
-for _name in OPERATORS:
-    setattr(Reordered, _name, _operator(_name))
-setattr(Reordered, "__hash__", object.__hash__)  # noqa: B010 - by identity, as a tensor's
 
 _pytree.register_pytree_node(
     Reordered, lambda x: ([x.packed], (x.batch, x.time)), lambda children, places: Reordered(*children, *places)
@@ -442,3 +427,6 @@ def _run_on_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if max(layout.batch, layout.time) >= layout.ndim - last:
         raise refusal(f"the last dim of {first.shape} is no feature", f"bring it back before: {_way_back(first)}")
     return turn_back(dispatch(func, (first.packed, *args[1:]), kwargs), layout)
+
+
+add_operators(Reordered, _dispatch)

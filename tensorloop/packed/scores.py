@@ -4,7 +4,6 @@ Nothing is padded: the values lie flat, row after row, each (*lead, T_b, S_b). S
 parted from it without a copy, and what goes along the last dim is an operation on segments: each query's keys.
 """
 
-from collections.abc import Callable
 from math import prod
 from typing import Any
 
@@ -14,7 +13,7 @@ from torch.utils import _pytree
 
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import OPERATORS, Handler, Packed, PackedView
+from tensorloop.packed.base import Handler, Packed, PackedView, add_operators
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.heads_as_rows import multiply
 from tensorloop.packed.pointwise import is_pointwise
@@ -196,19 +195,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         raise fact.named(called) from fact.__cause__
 
 
-def _operator(name: str) -> Callable[..., Any]:
-    func = getattr(Tensor, name)
-
-    def run(self: PackedScores, *others: Any) -> Any:
-        return _dispatch(func, (self, *others), {})
-
-    run.__name__, run.__doc__ = name, f"{name} of the values, which `others` are broadcast to."
-    return run
-
-
-for _name in OPERATORS:
-    setattr(PackedScores, _name, _operator(_name))
-setattr(PackedScores, "__hash__", object.__hash__)  # noqa: B010 - by identity, as a tensor's
+add_operators(PackedScores, _dispatch)
 
 _pytree.register_pytree_node(
     PackedScores,

@@ -16,7 +16,7 @@ TWO_OVER_PI = (
 
 
 class DeviceMath(Math):
-    """The same functions of single values, for devices."""
+    """Writes exp, sine, remainder and their like for single values of a device, which has no C library."""
 
     def quarter(self, x: Value) -> tuple[Value, Value]:
         """(r, n): x = n pi / 2 + r, however large x is; NaN of an infinity."""
@@ -70,7 +70,7 @@ class DeviceMath(Math):
         return self.where(low, self.sub(found, self.like(found, 54)), found)
 
     def _far_quarter(self, x: Value) -> tuple[Value, Value]:
-        """The same of a double from 2^46 on: a window of 192 bits of 2 / pi times the 53 bits of x.
+        """(r, n) of a double from 2^46 on: a window of 192 bits of 2 / pi times the 53 bits of x.
 
         x is m 2^e with a whole m, and of 2 / pi the bit behind the point with number j is worth 2^-j. Times x, those
         before j = e - 1 are whole numbers of four quarters, which turn nothing. What is left is a number of 192 bits,

@@ -15,7 +15,7 @@ def _choose(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
 
 
 def _choose_there(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
-    """The same on a device, which says by itself what is wrong: nobody waits for it."""
+    """Draws from probabilities on a device, which raises by itself where they are wrong: the host does not wait."""
     for sound, error in _checks(p):
         torch.ops.aten._assert_async.msg(sound, error)
     return _chosen(p, drawn, count, replacement)
