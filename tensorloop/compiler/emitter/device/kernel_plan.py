@@ -5,7 +5,8 @@ from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
 from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, share_lanes
-from tensorloop.compiler.emitter.device.waits import LaneTouch, WaitPlanner, touches, whole_touches
+from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
+from tensorloop.compiler.emitter.device.waits import WaitPlanner
 from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Point
 from tensorloop.compiler.emitter.lower import growing
@@ -110,12 +111,14 @@ class KernelPlan:
     def _plan(self) -> None:
         """Where lanes wait."""
         step, first, last = self.step, list[LaneTouch](), list[LaneTouch]()
+        touches = LaneTouches(self.lanes, self.rows, self.stored)
         for n, array in enumerate(step.carry):
             if array.numel:
                 after, share = step.next[n], self.whole(array)
-                first += whole_touches(_same(after.buffer, array), share, writes=True) if n in self.pairs else []
-                last += whole_touches(_same(array.buffer, array), share, writes=False)
-        parts = [touches(unit, share, self.stored) for unit, share in zip(self.units, self.shares, strict=True)]
+                if n in self.pairs:
+                    first.append(touches.copy(_same(after.buffer, array), share, writes=True))
+                last.append(touches.copy(_same(array.buffer, array), share, writes=False))
+        parts = [touches.of(*given) for given in zip(self.units, self.dims, self.shares, strict=True)]
         ranges = {buffer: (at, at + self.room(buffer)) for buffer, at in self.offsets.items()}
         self.waits = WaitPlanner(step, ranges).plan(parts, first, last)
 

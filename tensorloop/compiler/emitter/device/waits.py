@@ -7,27 +7,11 @@ of the one before, and a carry's two places change from step to step. So a loop 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tensorloop.compiler.emitter.device.lanes import LaneShare
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
-from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Reduce
+from tensorloop.compiler.emitter.device.touches import LaneTouch
+from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 
-Piece = tuple[object, ...]
-FIRST: Piece = ("first",)  # what the first lane alone touches
 STEPS = 4  # places change with every second step, and a slice of an output is met one step later
-
-
-class LaneTouch(NamedTuple):
-    """Memory that a part of a step touches: which lane has which element; None where a lane may have any.
-
-    `array` has all that is touched, and more; None where it may be all of the buffer.
-    """
-
-    buffer: Region
-    piece: Piece | None
-    writes: bool
-    array: Array | None = None
 
 
 class Waits(NamedTuple):
@@ -43,96 +27,20 @@ class Waits(NamedTuple):
         return sum(self.before) + self.asking
 
 
-def canonical(array: Array, order: Sequence[int]) -> Piece | None:
-    """The place of each number of a walk over dims in that order; None where two of them may be one place."""
-    merged: list[tuple[int, int]] = []
-    for d in order:
-        size, stride = array.shape[d], array.strides[d]
-        if size == 1:
-            continue
-        if merged and merged[-1][1] == stride * size:
-            merged[-1] = merged[-1][0] * size, stride
-        else:
-            merged.append((size, stride))
-    reach = 0
-    for size, stride in sorted(merged, key=lambda pair: pair[1]):
-        if stride <= reach:
-            return None
-        reach += (size - 1) * stride
-    return (*merged, array.offset)
-
-
-def touches(unit: Unit, share: LaneShare, stored: set[Region]) -> list[LaneTouch]:
-    """What a unit touches that a step writes; scratch that is not stored is in registers."""
-    written = set(unit.writes())
-    found = []
-    for array in (*unit.reads(), *written):
-        buffer = array.buffer
-        if buffer.kind == "carry" or (buffer.written and (buffer.kind != "scratch" or buffer in stored)):
-            box = array if isinstance(unit, WalkGroup) and not _is_gathered(unit, array) else None
-            found.append(LaneTouch(buffer, _piece(unit, array, share), array in written, box))
-    if isinstance(unit, Matrix) and unit.work is not None:
-        found.append(LaneTouch(unit.work, FIRST, True))
-    return found
-
-
-def _is_gathered(unit: WalkGroup, array: Array) -> bool:
-    return any(isinstance(walk, Gather) and array is walk.source for walk in unit.walks)
-
-
-def are_apart(a: Array, b: Array) -> bool:
-    """Whether two parts of a buffer have no element in common: one behind the other, or columns of the same rows."""
-    strides = {stride for array in (a, b) for stride in array.strides if stride > 1}
-    return any(_far(_within(a, row), _within(b, row)) for row in (*strides, max(1, a.buffer.numel)))
-
-
-def _far(a: tuple[int, int] | None, b: tuple[int, int] | None) -> bool:
-    return a is not None and b is not None and (a[1] < b[0] or b[1] < a[0])
-
-
-def _within(array: Array, row: int) -> tuple[int, int] | None:
-    """The first and the last of the places of each row of so many that an array has; None where it has no such."""
-    # A step along a dim whose stride is a multiple of a row leaves the place in the row as it is.
-    pairs = [(n, step) for n, step in zip(array.shape, array.strides, strict=True) if n > 1 and step % row]
-    low = array.offset % row
-    high = low + sum((n - 1) * step for n, step in pairs)
-    return (low, high) if high < row and all(step > 0 for _, step in pairs) else None
-
-
-def _piece(unit: Unit, array: Array, share: LaneShare) -> Piece | None:
-    walks = unit.walks if isinstance(unit, WalkGroup) and share.team > 1 else ()
-    led = any(isinstance(walk, Reduce) and array is walk.out for walk in walks)  # by the first lane of each team
-    if share.by == "first" or (share.count <= 1 and (share.team == 1 or led)):
-        return FIRST
-    if share.by == "lines" or (share.team > 1 and not led):
-        return None
-    if isinstance(unit, Matmul):
-        whole = array is unit.out or array is unit.addend
-        space = unit.out.shape
-    else:
-        assert isinstance(unit, WalkGroup)
-        whole = not _is_gathered(unit, array) and not any(array.strides[d] for d in unit.over)
-        space = unit.space
-    if not whole or any(array.shape[d] != space[d] for d in share.order):
-        return None
-    place = canonical(array, share.order)
-    # Blocks of rows are numbered by block: the same lanes have the same elements only in blocks of one height.
-    return None if place is None else (share.tall, share.team, share.rows, *place)
-
-
 class WaitPlanner:
     """Goes through the parts of a step and remembers what was touched since the lanes last met."""
 
     def __init__(self, step: LoweredStep, places: Mapping[Region, tuple[int, int]]) -> None:
         self.step, self.places = step, places  # where scratch begins and ends
         self.touched: list[tuple[object, LaneTouch]] = []
+        self.known: dict[tuple[bool, int, int], bool] = {}  # two touches, by whether they are of the same memory
 
     def plan(
         self, parts: Sequence[Sequence[LaneTouch]], first: Sequence[LaneTouch], last: Sequence[LaneTouch]
     ) -> Waits:
         """`first` is touched before the first step, `last` when all are done."""
         going = self.step.going
-        asks = [] if going is None or going.buffer.kind == "value" else [LaneTouch(going.buffer, None, False)]
+        asks = [] if going is None or going.buffer.kind == "value" else [LaneTouch(going.buffer, False, None)]
         stations = [*parts, asks, last]
         waits = [False] * len(stations)
         while True:
@@ -182,19 +90,7 @@ class WaitPlanner:
     def _clash(self, here: object, a: LaneTouch, there: object, b: LaneTouch) -> bool:
         if not (a.writes or b.writes):
             return False
-        if here == there:
-            if a.piece is not None and a.piece == b.piece:
-                return False
-            return a.array is None or b.array is None or not are_apart(a.array, b.array)
-        # Scratch buffers that are not needed at one time share memory: writing one destroys the other.
-        if a.buffer not in self.places or b.buffer not in self.places:
-            return False
-        (low, end), (other, behind) = self.places[a.buffer], self.places[b.buffer]
-        return low < behind and other < end
-
-
-def whole_touches(array: Array, share: LaneShare, *, writes: bool) -> list[LaneTouch]:
-    """A buffer copied, element by element as `share` has it."""
-    place = canonical(array, share.order)
-    piece = None if place is None else FIRST if share.count <= 1 else (1, 1, share.rows, *place)
-    return [LaneTouch(array.buffer, piece, writes)]
+        same = here == there
+        if (same, id(a), id(b)) not in self.known:
+            self.known[same, id(a), id(b)] = a.meets(b) if same else a.overlaps(b, self.places)
+        return self.known[same, id(a), id(b)]

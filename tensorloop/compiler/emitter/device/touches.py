@@ -1,0 +1,200 @@
+"""Which lane touches which element: of each buffer that a step writes, element by element.
+
+That of the first group, for others have rows as it has, or fewer: their elements lie further on, and their lanes are
+the same ones.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, walking_order
+from tensorloop.compiler.emitter.ir.arrays import Array, Region
+from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+from tensorloop.compiler.place import HOST
+
+NOBODY, SEVERAL = -1, -2  # in place of a lane's number
+MOST = 2**20  # elements that are looked at one by one; of larger ones any lane may touch any
+
+
+class LaneTouch(NamedTuple):
+    """Memory that a part of a step touches: the lane of each element of the buffer, None where it may be any of all."""
+
+    buffer: Region
+    writes: bool
+    lanes: Tensor | None
+
+    def meets(self, other: "LaneTouch") -> bool:
+        """Whether a lane touches what another lane of `other` does, in the same memory."""
+        return self.lanes is None or other.lanes is None or _differ(self.lanes, other.lanes)
+
+    def overlaps(self, other: "LaneTouch", places: Mapping[Region, tuple[int, int]]) -> bool:
+        """The same where the buffers are others: what is not needed at one time may share memory, byte by byte."""
+        if self.buffer not in places or other.buffer not in places:
+            return False
+        (low, end), (start, stop) = places[self.buffer], places[other.buffer]
+        first, last = max(low, start), min(end, stop)
+        if first >= last or self.lanes is None or other.lanes is None:
+            return first < last
+        here, there = (
+            one.lanes.repeat_interleave(one.buffer.dtype.itemsize)[first - at : last - at]
+            for one, at in ((self, low), (other, start))
+            if one.lanes is not None
+        )
+        both = min(len(here), len(there))  # the rest of the last line is nobody's
+        return _differ(here[:both], there[:both])
+
+
+def _differ(a: Tensor, b: Tensor) -> bool:
+    return bool(((a != NOBODY) & (b != NOBODY) & ((a != b) | (a == SEVERAL))).any())
+
+
+class Part(NamedTuple):
+    """Elements of an array, by indices of `space`; the lanes of each are from `low` to `high`."""
+
+    array: Array
+    space: tuple[int, ...]
+    low: Tensor
+    high: Tensor
+
+
+@dataclasses.dataclass(frozen=True)
+class LaneTouches:
+    """Finds who touches what.
+
+    Args:
+        lanes: of a group.
+        rows: how groups share rows; None where there is one group.
+        stored: buffers that have memory; other scratch is in registers.
+    """
+
+    lanes: int
+    rows: GroupRows | None
+    stored: set[Region]
+
+    def of(self, unit: Unit, dim: int | None, share: LaneShare) -> list[LaneTouch]:
+        """What a unit touches, whose rows are along `dim`."""
+        written = {array.buffer for array in unit.writes()}
+        found = [
+            LaneTouch(part.array.buffer, part.array.buffer in written, _marked(part))
+            for part in self._parts(unit, dim, share)
+            if self._is_shared(part.array.buffer)
+        ]
+        if isinstance(unit, Matrix) and unit.work is not None:
+            found.append(LaneTouch(unit.work, True, None))
+        return found
+
+    def copy(self, array: Array, share: LaneShare, *, writes: bool) -> LaneTouch:
+        """A dense array copied element by element, as `share` has it."""
+        space = tuple(self._sizes(share))
+        lanes = self._numbers(space, share.order, space)
+        return LaneTouch(array.buffer, writes, _marked(Part(array, space, lanes, lanes)))
+
+    def _is_shared(self, buffer: Region) -> bool:
+        return buffer.kind == "carry" or (buffer.written and (buffer.kind != "scratch" or buffer in self.stored))
+
+    def _parts(self, unit: Unit, dim: int | None, share: LaneShare) -> Iterator[Part]:
+        """Every array of a unit that lanes have memory of."""
+        if share.by == "first":
+            lane = torch.zeros((), dtype=torch.int64, device=HOST)
+            yield from (Part(one, one.shape, lane, lane) for one in (*unit.reads(), *unit.writes()))
+        elif isinstance(unit, WalkGroup):
+            yield from self._walk(unit, dim, share)
+        elif isinstance(unit, Matmul):
+            yield from self._product(unit, dim, share)
+        else:
+            assert isinstance(unit, Scatter | Running)
+            shape = unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
+            line = self._space((*shape[: unit.dim], 1, *shape[unit.dim + 1 :]), share)
+            lane = self._numbers(line, share.order, self._sizes(share))
+            for one in {*unit.reads(), *unit.writes()}:
+                yield Part(one, (*line[: unit.dim], one.shape[unit.dim], *line[unit.dim + 1 :]), lane, lane)
+
+    def _sizes(self, share: LaneShare) -> list[int]:
+        """Sizes of the dims that are shared, with the rows of the first group alone."""
+        sizes = list(share.sizes)
+        if share.rows and self.rows is not None:
+            sizes[0] = sizes[0] * self.rows.share // self.rows.count
+        return sizes
+
+    def _space(self, shape: Sequence[int], share: LaneShare) -> tuple[int, ...]:
+        space = list(shape)
+        for d, size in zip(share.order, self._sizes(share), strict=True):
+            space[d] = size
+        return tuple(space)
+
+    def _numbers(self, space: Sequence[int], order: Sequence[int], sizes: Sequence[int], team: int = 1) -> Tensor:
+        """The first lane of the team of each element: dims that are not in the order have one element."""
+        teams = self.lanes // team
+        numbers = torch.arange(min(math.prod(sizes), MOST + 1), device=HOST) % teams * team
+        if len(numbers) != math.prod(sizes):
+            return numbers[:1].reshape([1] * len(space))  # too many to look at: `_marked` does not
+        return numbers.reshape([*sizes, *[1] * (len(space) - len(order))]).permute(_inverse(order, len(space)))
+
+    def _walk(self, unit: WalkGroup, dim: int | None, share: LaneShare) -> Iterator[Part]:
+        space = self._space(unit.space, share)
+        leads = self._numbers(space, share.order, self._sizes(share), share.team)
+        lane = leads
+        if unit.over and share.team > 1 and math.prod(space) <= MOST:
+            over = [d for d in walking_order(unit, dim) if d in unit.over]
+            sizes = [space[d] for d in over]
+            numbers = torch.arange(math.prod(sizes), device=HOST) % share.team
+            lane = leads + numbers.reshape([*sizes, *[1] * (len(space) - len(over))]).permute(
+                _inverse(over, len(space))
+            )
+        kept = tuple(1 if d in unit.over else size for d, size in enumerate(space))
+        for walk in unit.walks:
+            for array in walk.reads():
+                if isinstance(walk, Gather) and array is walk.source:
+                    more = lane.reshape([*lane.shape, *[1] * len(walk.sizes)])
+                    wide = Array(array.buffer, (*space, *walk.sizes), (*array.strides, *walk.steps), array.offset)
+                    yield Part(wide, wide.shape, more, more)
+                else:
+                    yield Part(array, space, lane, lane)
+            if isinstance(walk, Reduce):
+                yield Part(walk.out, kept, leads, leads)
+            else:
+                yield Part(walk.out, space, lane, lane)
+
+    def _product(self, unit: Matmul, dim: int | None, share: LaneShare) -> Iterator[Part]:
+        m = len(unit.out.shape) - 2
+        blocks = self._space(tuple(n // share.tall if d == m else n for d, n in enumerate(unit.out.shape)), share)
+        lane = self._numbers(blocks, share.order, self._sizes(share))
+        if not math.prod(blocks):
+            return
+        depth = unit.a.shape[-1] if dim != m + 2 or self.rows is None else self.rows.share
+        lane = lane.repeat_interleave(share.tall, m)
+        space = (*blocks[:m], blocks[m] * share.tall, blocks[-1])
+        yield Part(unit.a, (*space[:-1], depth), lane.amin(-1, keepdim=True), lane.amax(-1, keepdim=True))
+        if unit.b.buffer.written or unit.b.buffer.kind == "carry":
+            low, high = lane.amin(m, keepdim=True), lane.amax(m, keepdim=True)
+            yield Part(unit.b, (*space[:m], depth, space[-1]), low, high)
+        for array in (unit.out, *(() if unit.addend is None else (unit.addend,))):
+            yield Part(array, space, lane, lane)
+
+
+def _inverse(order: Sequence[int], rank: int) -> list[int]:
+    """Where each of `rank` dims lies if those of the order come first."""
+    every = [*order, *(d for d in range(rank) if d not in order)]
+    return [every.index(d) for d in range(rank)]
+
+
+def _marked(part: Part) -> Tensor | None:
+    """The lane of each element of the whole buffer; None where there are too many to look at."""
+    array, space = part.array, part.space
+    if not isinstance(array.buffer.numel, int) or max(math.prod(space), array.buffer.numel) > MOST:
+        return None
+    found = torch.full((array.buffer.numel,), NOBODY, dtype=torch.int64, device=HOST)
+    places = torch.full((), array.offset, dtype=torch.int64, device=HOST)
+    for size, stride in zip(space, array.strides, strict=True):
+        places = places.unsqueeze(-1) + torch.arange(size, device=HOST) * stride
+    low, high = (lane.expand(space) for lane in (part.low, part.high))
+    # One of those who touch an element is written down. Where another one did not find itself there, there are several.
+    found[places] = low
+    found[places[(found[places] != low) | (low != high)]] = SEVERAL
+    return found
