@@ -16,6 +16,7 @@ from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, walki
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+from tensorloop.compiler.lengths import has_length
 from tensorloop.compiler.place import HOST
 
 NOBODY, SEVERAL = -1, -2  # in place of a lane's number
@@ -79,7 +80,10 @@ class LaneTouches:
 
     def of(self, unit: Unit, dim: int | None, share: LaneShare) -> list[LaneTouch]:
         """What a unit touches, whose rows are along `dim`."""
-        written = {array.buffer for array in unit.writes()}
+        written, every = {array.buffer for array in unit.writes()}, (*unit.reads(), *unit.writes())
+        if any(has_length((one.buffer.numel, one.shape, one.offset)) for one in every):
+            # Which elements there are is not known now, as some are as many as an array has: any lane may touch any.
+            return [LaneTouch(one, one in written, None) for one in {a.buffer for a in every} if self._is_shared(one)]
         found = [
             LaneTouch(part.array.buffer, part.array.buffer in written, _marked(part))
             for part in self._parts(unit, dim, share)
