@@ -15,9 +15,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import static_layers, static_reduce
 from tensorloop.packed.base import StaticPacked
-from tensorloop.packed.dispatch import HANDLERS
-from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.static_ops import STATIC, check_rows, dispatch, refuse
+from tensorloop.packed.static_ops import STATIC, check_rows, dispatch, facts, refuse
 from tensorloop.packed.static_rows import StaticRows, attend
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.packed.types import TensorTypes
@@ -344,7 +342,7 @@ class StaticPackedTensor(StaticPacked, _Base):
         if name.startswith("__") or name in ("values", "_rows"):
             raise AttributeError(name)
         func = getattr(Tensor, name, None)
-        if callable(func) and (name in STATIC or (name not in HANDLERS and is_pointwise(name))):
+        if callable(func) and (name in STATIC or facts(func)[2]):
             return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
         raise AttributeError(f"{name}: {refuse(name)}")
 

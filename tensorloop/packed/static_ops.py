@@ -36,7 +36,7 @@ _REASONS: dict[str, tuple[str, str]] = {
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for these arguments, one of them static; errors begin with its name."""
-    name, called, by_entry = _facts(func)
+    name, called, by_entry = facts(func)
     try:
         given = (*args, *kwargs.values())
         if not is_recording():
@@ -58,7 +58,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
 
 
 @constant_in_graphs  # dynamo knows no name of a torch function, and could not look at the tags of its operators
-def _facts(func: Any) -> tuple[str, str, bool]:
+def facts(func: Any) -> tuple[str, str, bool]:
     """The name of a torch function, what errors call it, and whether it is pointwise."""
     name = getattr(func, "__name__", str(func))
     # What packed tensors have a handler for may carry the tag and be more than that, as max is.

@@ -113,6 +113,7 @@ EXCLUDED = {
     DEFAULT: ("tensor_array/test_tensor_array_transforms.py::test_inside_torch_checkpoint[True]",),
     PIECES: ("packed/test_packed_ops.py::test_compiled_code_packs_and_reduces",),
     GRAPHS: (
+        "packed/test_packed_returnn.py::test_a_step_traced_once_for_other_lens",
         "packed/test_packed_static.py::test_a_compiled_model_has_no_breaks_and_is_compiled_once[aot_eager]",
         "loop/test_loop_limits.py::test_an_associative_scan_is_traced_as_one_graph",
         "loop/test_associative_scan_gradients.py::test_torch_compile_takes_it_as_one_graph",

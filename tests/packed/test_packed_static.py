@@ -15,7 +15,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop._torch.fake import fake_tensors
-from tensorloop.packed import StaticPackedTensor
+from tensorloop.packed import StaticPackedTensor, pointwise
 from tests.support.devices import ON
 
 LENS = [[3, 0, 4, 1], [0, 0], [5], [], [2, 2, 0]]
@@ -290,6 +290,13 @@ def test_a_compiled_model_has_no_breaks_and_is_compiled_once(backend: str) -> No
         torch.testing.assert_close(found, expected)
         torch.testing.assert_close(torch.autograd.grad(found, weights), torch.autograd.grad(expected, weights))
     assert len(frames) == 1
+
+
+def test_a_method_may_be_compiled_before_it_ever_ran(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pointwise, "_POINTWISE", {})
+    values, lens = pair([3, 0, 4, 1])
+    found = torch.compile(lambda v: StaticPackedTensor(v, lens).tanh(), backend="eager", fullgraph=True)(values)
+    torch.testing.assert_close(found.values[:8], values[:8].tanh())
 
 
 def test_one_is_given_to_and_returned_by_a_compiled_function() -> None:

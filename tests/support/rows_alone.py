@@ -27,14 +27,16 @@ def assert_as_rows_alone(
 ) -> None:
     """Values and gradients of `model(x, *beside)` are those of each row; `beside` is packed, or has a row for each.
 
-    Where torch refuses a row alone, as it is too short, the packed one has no entries; with `stays_empty` an empty row
-    has none either.
+    The gradients of a module's parameters are those of the rows, summed. Where torch refuses a row alone, as it is too
+    short, the packed one has no entries; with `stays_empty` an empty row has none either.
     """
     x = packed(lens, *features).requires_grad_()
+    weights = list(model.parameters()) if isinstance(model, torch.nn.Module) else []
+    sums = [torch.zeros_like(w) for w in weights]
     outs = _as_tuple(model(x, *beside))
     seeds = [torch.randn_like(numbers(y)) for y in outs]
     total = sum((numbers(y) * seed).sum() for y, seed in zip(outs, seeds, strict=True)) + 0 * x.values.sum()
-    (grad,) = torch.autograd.grad(total, x.values)
+    grad, *grads = torch.autograd.grad(total, [x.values, *weights], allow_unused=True, materialize_grads=True)
     found = [y.unbind() if isinstance(y, PackedTensor) else y for y in outs]
     parts = [y._with(s).unbind() if isinstance(y, PackedTensor) else s for y, s in zip(outs, seeds, strict=True)]
     assert all(len(rows) == len(lens) for rows in found)
@@ -49,7 +51,10 @@ def assert_as_rows_alone(
         for rows, expected in zip(found, wants, strict=True):
             torch.testing.assert_close(rows[b], expected[0].detach())
         loss = sum((y[0] * s[b]).sum() for y, s in zip(wants, parts, strict=True)) + 0 * alone.sum()
-        torch.testing.assert_close(mine, torch.autograd.grad(loss, alone)[0][0])
+        theirs, *parts_of = torch.autograd.grad(loss, [alone, *weights], allow_unused=True, materialize_grads=True)
+        torch.testing.assert_close(mine, theirs[0])
+        sums = [a + b for a, b in zip(sums, parts_of, strict=True)]
+    torch.testing.assert_close(grads, sums)
 
 
 def _run(model: Callable[..., Any], *row: Any) -> tuple[Any, ...] | None:
