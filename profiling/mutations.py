@@ -142,6 +142,62 @@ ROOMS = {
         },
         ("tests/attention",),
     ),
+    "views": Room(
+        {
+            **_each(
+                ("packed/reordered.py", "packed/reordered_shapes.py"),
+                *(f"tests/packed/test_packed_{name}.py" for name in ("heads", "images", "time_first")),
+            ),
+            **_each(
+                ("packed/scores.py", "packed/score_ops.py"),
+                *("tests/packed/test_packed_scores.py", "tests/packed/test_packed_relative.py"),
+            ),
+            **_each(("packed/size.py", "packed/by_size.py"), "tests/packed/test_packed_size.py"),
+            "packed/joins.py": ("tests/packed/test_packed_joins.py",),
+        },
+        ("tests/packed", "tests/attention/test_sdpa_packed.py"),
+    ),
+    "masks": Room(
+        {
+            **_each(
+                ("attention/masks.py", "attention/sdpa.py", "attention/multihead.py"),
+                "tests/attention/test_sdpa_packed.py",
+            ),
+            "attention/one_query.py": ("tests/attention/test_one_query.py",),
+        },
+        ("tests/attention", "tests/packed"),
+    ),
+    "lanes": Room(
+        _each(
+            tuple(
+                f"compiler/emitter/device/{name}.py"
+                for name in ("kernel_body", "kernel_plan", "lane_product", "lane_walk", "lanes", "waits", "device_math")
+            ),
+            *(f"tests/compiler/test_device_{name}.py" for name in ("text", "waits", "math", "ptx")),
+        ),
+        ("tests/compiler",),
+    ),
+    "graphs": Room(
+        _each(
+            (
+                *(f"compiler/targets/graphs/{name}.py" for name in ("core", "recorded", "target")),
+                "compiler/targets/proved.py",
+            ),
+            *("--device", *(f"tests/device/test_{name}.py" for name in ("graphs", "graph_calls", "proved"))),
+        ),
+        ("--device", "tests/device"),
+    ),
+    "reads": Room(
+        _each(
+            (
+                *(f"loop/compiled/look/{name}.py" for name in ("values_read", "number_read", "step_number")),
+                *(f"loop/compiled/look/{name}.py" for name in ("differentiated", "autograd_calls")),
+                "loop/compiled/run/stretches.py",
+            ),
+            *(f"tests/compiled/test_compiled_{name}.py" for name in ("answers", "functions", "gradients_taken")),
+        ),
+        ("tests/compiled",),
+    ),
     "beam": Room(
         _each(
             ("beam/ancestry.py", "beam/pool.py", "beam/choose.py", "beam/decisions.py"),

@@ -201,7 +201,7 @@ def test_tensors_closed_over_in_another_thread_get_no_gradient() -> None:
 # -- what surrounds them
 
 
-@pytest.mark.eager_only("so few steps are one block, and the last carry is a part of all states")
+@pytest.mark.eager_only("so few steps are one block, and the last carry is a part of all states", cases=["4-4"])
 @pytest.mark.parametrize(("checkpoints", "carries"), [(None, 0), (4, 4)])
 def test_snapshots_stay_inside_torch_checkpoint(checkpoints: Any, carries: int) -> None:
     w = torch.randn(1000, requires_grad=True)
@@ -269,6 +269,7 @@ class Waits(torch.autograd.Function):
         return g, None, None
 
 
+@pytest.mark.eager_only("the step that is looked at runs the backward, which waits", run=False)
 def test_hooks_are_silent_for_another_thread_while_a_replay_lasts() -> None:
     w, calls = randn(2), list[str]()
     w.register_hook(lambda g: calls.append(threading.current_thread().name))

@@ -25,7 +25,7 @@ def test_gradients_are_on_the_device_and_those_of_the_cpu() -> None:
         grads = torch.autograd.grad(y, here)
         assert {g.device for g in grads} == {y.device} == {here[0].device}
         results.append([t.detach().cpu() for t in (y, *grads)])
-    assert all(map(torch.equal, results[0] * 2, results[1] + results[2]))
+    torch.testing.assert_close(results[0] * 2, results[1] + results[2], rtol=0, atol=0)
 
 
 @pytest.mark.parametrize(
@@ -139,7 +139,7 @@ def test_a_device_draws_from_its_own_generator() -> None:
     assert not torch.equal(torch.cuda.get_rng_state("cuda:0"), before[0])
     torch.cuda.set_rng_state_all([before[0], before[1]])
     y = torch.rand(3, device="cuda:0"), F.dropout(torch.ones(8, device="cuda:0")), torch.randperm(5, device="cuda:0")
-    assert all(map(torch.equal, x, y))
+    torch.testing.assert_close(x, y, rtol=0, atol=0)
 
 
 def test_a_generator_of_the_device_may_be_given() -> None:

@@ -127,7 +127,7 @@ def test_inputs_are_copies_and_stay_as_they_are() -> None:
     kept = [x.clone() for x in (*call.invariants, *call.sequences, *call.carry)]
     proved = Proved(Wrong(step, careless), below, below, step)
     proved._choose(call)
-    assert all(map(torch.equal, (*call.invariants, *call.sequences, *call.carry), kept))
+    torch.testing.assert_close((*call.invariants, *call.sequences, *call.carry), kept, rtol=0, atol=0)
 
 
 def test_roundings_that_a_loop_magnifies_are_no_fault() -> None:
@@ -160,7 +160,7 @@ def test_nothing_is_tried_while_a_graph_is_recorded_or_memory_is_short() -> None
         found, _ = proved(call)
     graph.replay()
     assert not core.calls
-    assert all(map(torch.equal, found, below(call)[0]))
+    torch.testing.assert_close(found, below(call)[0], rtol=0, atol=0)
 
     def short(*_: Any) -> None:
         raise torch.OutOfMemoryError("no memory")
@@ -191,7 +191,7 @@ def test_steps_one_by_one_are_proved_too() -> None:
     run = Proved(core, below, below, step).stepping(call.invariants)
     with pytest.warns(RuntimeWarning, match="1 of 24 numbers otherwise"):
         found, _ = run(call)
-    assert all(map(torch.equal, found, below(call_of(step, given, 1))[0]))
+    torch.testing.assert_close(found, below(call_of(step, given, 1))[0], rtol=0, atol=0)
 
 
 # ---- graphs

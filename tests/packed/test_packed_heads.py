@@ -185,7 +185,9 @@ def test_facts() -> None:
     (leaf,), spec = _pytree.tree_flatten(x)
     assert _pytree.tree_unflatten([leaf], spec).shape == x.shape
     assert repr(x).startswith("Reordered(PackedTensor(")
+    before = p.values.clone()
     x.detach().mul_(2)
+    assert torch.equal(p.values, 2 * before)
 
 
 def test_a_row_of_nan_stays_alone() -> None:
