@@ -57,15 +57,24 @@ def before_autograd() -> Table:
         _aten._neg_view.default: torch.neg,
         _aten.as_strided.default: _as_strided,
         _aten.as_strided_scatter.default: _as_strided_scatter,
-        _aten.cholesky.default: lambda a, upper=False: _aten.linalg_cholesky_ex.default(
-            a, upper=upper, check_errors=True
-        )[0],
         _aten._linalg_det.default: lambda a: _row_by_row(_aten._linalg_det.default, a),
         _aten._linalg_slogdet.default: lambda a: _row_by_row(_aten._linalg_slogdet.default, a),
         _aten.flip.default: lambda x, dims: NotImplemented if x.dim() else x.clone(),  # vmap takes a dim for granted
         **compositions.TABLE,
         **device_forms.TABLE,
         **_copies(),
+        **_older(),
+    }
+
+
+def _older() -> Table:
+    """Operations that newer versions of torch have no more: `cholesky` is a Python function from 2.14 on."""
+    if not hasattr(_aten, "cholesky"):
+        return {}
+    return {
+        _aten.cholesky.default: lambda a, upper=False: _aten.linalg_cholesky_ex.default(
+            a, upper=upper, check_errors=True
+        )[0]
     }
 
 
