@@ -9,6 +9,7 @@ from tensorloop.compiler.emitter.device import kernel_body, kernel_plan, lane_pr
 from tensorloop.compiler.emitter.device.devices import Coroutines
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lanes import Elements, GroupRows
+from tensorloop.compiler.emitter.device.waits import Waits
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import CoreCall, Step, Unsupported
 from tensorloop.compiler.targets.cpu.host import host
@@ -59,15 +60,19 @@ def test_lanes_of_a_random_step_meet_nowhere(seed: int) -> None:
     unneeded_waits(written(drawn(seed, STEPS + (MIXING if seed % 2 == 0 else []))[0], 8, 1 + seed % 3))
 
 
+def all_of(waits: Waits) -> list[bool]:
+    before, *rest = waits
+    return [*before, *rest]
+
+
 def without(n: int) -> Callable[[KernelPlan], None]:
     """Takes one wait out."""
 
     def change(plan: KernelPlan) -> None:
-        before, asking, leaving = plan.waits
-        waits = [*before, asking, leaving]
+        waits = all_of(plan.waits)
         assert waits[n]
         waits[n] = False
-        plan.waits = plan.waits._replace(before=waits[:-2], asking=waits[-2], leaving=waits[-1])
+        plan.waits = Waits(waits[:-3], *waits[-3:])
 
     return change
 
@@ -93,7 +98,7 @@ def test_a_wait_taken_out_is_seen_by_a_run(name: str) -> None:
     assert all(same(expected, found) for found in answers(LanesCore(rec, 8, 2, "random"), rec, given, 8))
     waits = written(rec).waits
     unseen = 0
-    for n, waits_here in enumerate([*waits.before, waits.asking, waits.leaving]):
+    for n, waits_here in enumerate(all_of(waits)):
         if waits_here:
             changed = LanesCore(rec, 8, 2, "random", without(n))
             unseen += all(same(expected, found) for found in answers(changed, rec, given, 8))

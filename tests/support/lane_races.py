@@ -10,7 +10,7 @@ from typing import NamedTuple, TypeGuard
 import torch
 
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
-from tensorloop.compiler.emitter.device.lanes import LaneShare, walking_order
+from tensorloop.compiler.emitter.device.lanes import LaneShare, share_lanes, walking_order
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
@@ -29,25 +29,42 @@ class Access(NamedTuple):
 
 def unneeded_waits(plan: KernelPlan) -> list[str]:
     """Waits of a kernel without which no two lanes meet; AssertionError where they meet although they wait."""
-    before, asking, leaving = plan.waits
+    before, *rest = plan.waits
+    asking, leaving, starting = rest
     parts = [list(_unit(plan, n)) for n in range(len(plan.units))]
-    assert not _meet(plan, parts, before, asking, leaving), "lanes meet"
+    assert not _meet(plan, parts, before, *rest), "lanes meet"
     found = []
     for n, waits in enumerate(before):
-        if waits and not _meet(plan, parts, [*before[:n], False, *before[n + 1 :]], asking, leaving):
+        if waits and not _meet(plan, parts, [*before[:n], False, *before[n + 1 :]], *rest):
             found.append(f"before part {n}")
-    if asking and not _meet(plan, parts, before, False, leaving):
+    if asking and not _meet(plan, parts, before, False, leaving, starting):
         found.append("before it asks")
-    if leaving and not _meet(plan, parts, before, asking, False):
+    if leaving and not _meet(plan, parts, before, asking, False, starting):
         found.append("before the last carry")
+    if starting and not _meet(plan, parts, before, asking, leaving, False):
+        found.append("before the first step")
     return found
 
 
-def _meet(plan: KernelPlan, parts: Sequence[list[Access]], before: Sequence[bool], asking: bool, leaving: bool) -> bool:
+def _meet(
+    plan: KernelPlan,
+    parts: Sequence[list[Access]],
+    before: Sequence[bool],
+    asking: bool,
+    leaving: bool,
+    starting: bool,
+) -> bool:
     """Whether one lane writes what another one touches before they have waited."""
     step, since = plan.step, _Since(plan)
     for n in plan.pairs:
         since.all(_copy(plan, step.carry[n], step.next[n].buffer, writes=True), -1)
+    for one in plan.near.values():
+        (point,) = one.load.walks
+        share = share_lanes(one.load, one.row, plan.rows, plan.lanes)
+        for lane, index in _elements(plan, share):
+            since.all([Access(lane, one.right.buffer, _at(point.writes()[0], index), True)], -1)
+    if starting:
+        since.clear()
     for turn in range(TURNS):
         for part, waits in zip(parts, before, strict=True):
             if waits:

@@ -9,6 +9,7 @@ import dataclasses
 from tensorloop.compiler.emitter.device.devices import MOST_ARGUMENTS, Device
 from tensorloop.compiler.emitter.device.kernel_body import KernelBody, Names
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
+from tensorloop.compiler.emitter.device.traffic import Traffic, traffic
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import Code
 from tensorloop.compiler.emitter.ir.kernels import Gather, Scatter
@@ -47,6 +48,7 @@ class DeviceText:
         idle: what the first lane of a group does alone.
         checks_indices: whether a step may say that an index is out of range.
         asks: whether a loop may end before its last step.
+        traffic: bytes that it moves.
         bounds: conditions on lengths of arrays, as those of `LoopText`.
     """
 
@@ -63,6 +65,7 @@ class DeviceText:
     idle: tuple[str, ...]
     checks_indices: bool
     asks: bool
+    traffic: Traffic
     bounds: tuple[Length, ...] = ()
 
 
@@ -98,6 +101,7 @@ def write_text(plan: KernelPlan) -> DeviceText:
         tuple(idle),
         any(map(_checks_indices, plan.units)),
         step.going is not None,
+        traffic(plan),
         tuple(plan.bounds),
     )
 

@@ -72,6 +72,9 @@ class KernelBody:
             if self.plan.is_apart(n):
                 names["sum", n] = code.pointer(names["sum", n], code.times("%group", array.buffer.bytes))
         places = {buffer: self._scratch(buffer, at) for buffer, at in self.plan.offsets.items()}
+        self._load(places)
+        if waits.starting:
+            self.device.wait(code)
         if step.source.reverse:
             code.line("%last.step = sub i64 %steps, 1")
         before = code.block
@@ -152,6 +155,14 @@ class KernelBody:
                 self._copy(array, first, pairs[n][1])
             begin.append(pairs[n][1] if n in pairs else first)
         return begin
+
+    def _load(self, places: dict[Region, str]) -> None:
+        """Matrices that stay, into fast memory: neighbours are read by neighbouring lanes."""
+        for matrix, one in self.plan.near.items():
+            pointers = {**places, matrix.buffer: self.given[matrix.buffer.kind, matrix.buffer.index]}
+            memory = LaneMemory(self.code, self.device, pointers, "poison")
+            written, share = {one.right.buffer}, self.plan.loading(one)
+            LaneWalk(memory, one.load, written, self._range(one.row), share, self.plan.lanes).emit(self.device)
 
     def _memory(self, names: dict[tuple[str, int], str], places: dict[Region, str]) -> Memory:
         """Where everything lies at this step."""

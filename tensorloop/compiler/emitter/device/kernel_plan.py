@@ -5,6 +5,7 @@ from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
 from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, share_lanes
+from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, carry_beside_outs, near_matrices, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
 from tensorloop.compiler.emitter.device.waits import WaitPlanner
 from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
@@ -35,7 +36,16 @@ class KernelPlan:
 
     def __init__(self, step: LoweredStep, device: Device) -> None:
         _refuse(step)
-        self.step, self.device, self.machine = step, device, device.machine
+        self.device, self.machine = device, device.machine
+        near = carry_beside_outs(step)
+        self._make(near)
+        if near is not step and not self.local:  # a carry beside its out is of use in fast memory alone
+            self._make(step)
+        self._plan()
+
+    def _make(self, step: LoweredStep) -> None:
+        """Units, lanes and places."""
+        self.step = step
         kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
         kept |= {step.going.buffer} if step.going is not None else set()
         kernels = [growing.ordered(kernel) for kernel in drop_unread(step.kernels, kept)]
@@ -48,7 +58,6 @@ class KernelPlan:
                 if unit.check is not None:
                     raise Unsupported(f"{unit.check.name}, which fails where a matrix is singular")
                 unit.work = work_of(unit, self.machine)
-        self.packed = _packed(self.units)
         self.split = share_rows(step, self.units, {})
         self.rows = self._rows()
         if self.rows is None:
@@ -56,10 +65,14 @@ class KernelPlan:
         self.dims = [None if self.split is None else self.split.dims[n] for n in range(len(self.units))]
         self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
         self.lanes = self._lanes()
-        self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
+        self.near: dict[Array, NearMatrix] = {}
         self.offsets, self.scratch = self._place()
-        self.local = self.scratch <= device.local
-        self._plan()
+        self.local = self.scratch <= self.device.local
+        if self.local:
+            self._bring_near(self.device.local - self.scratch)
+            self.offsets, self.scratch = self._place()
+        self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
+        self.packed = _packed(self.units)
 
     def _rows(self) -> GroupRows | None:
         """What each group has of the rows; None where one group has all."""
@@ -97,16 +110,31 @@ class KernelPlan:
             return line(buffer.bytes // self.rows.count * self.rows.share)
         return line(buffer.bytes)
 
+    def _bring_near(self, room: int) -> None:
+        """Chooses what stays in fast memory for all steps, the smallest first, and lets units read it there."""
+        found = near_matrices(self.units, self.dims)
+        for one in found.values():
+            if one.row is not None and self.split is not None:
+                self.split.buffers[one.right.buffer] = True
+        for matrix, one in sorted(found.items(), key=lambda item: self.room(item[1].right.buffer)):
+            if (room := room - self.room(one.right.buffer)) >= 0:
+                self.near[matrix] = one
+        self.units = [reading_near(unit, self.near) for unit in self.units]
+
     def _place(self) -> tuple[dict[Region, int], int]:
-        """Offsets of scratch buffers; those of carries come first."""
+        """Offsets of scratch buffers; those of carries come first, then matrices that stay."""
 
         def moved(unit: Unit) -> list[Region]:
             return [unit.work] if isinstance(unit, Matrix) and unit.work is not None else []
 
         lives = find_lives(self.units, self.stored, moved, self.step.going)
         end = sum(2 * self.room(self.step.next[n].buffer) for n in self.pairs)
+        fixed: dict[Region, int] = {}
+        for one in self.near.values():
+            fixed[one.right.buffer] = end
+            end += self.room(one.right.buffer)
         places, total = place_scratch(lives, end, self.room)
-        return places, max(LINE, total) + self.device.own_scratch(self.lanes)
+        return fixed | places, max(LINE, total) + self.device.own_scratch(self.lanes)
 
     def _plan(self) -> None:
         """Where lanes wait."""
@@ -118,6 +146,7 @@ class KernelPlan:
                 if n in self.pairs:
                     first.append(touches.copy(_same(after.buffer, array), share, writes=True))
                 last.append(touches.copy(_same(array.buffer, array), share, writes=False))
+        first += [touch for one in self.near.values() for touch in touches.of(one.load, one.row, self.loading(one))]
         parts = [touches.of(*given) for given in zip(self.units, self.dims, self.shares, strict=True)]
         ranges = {buffer: (at, at + self.room(buffer)) for buffer, at in self.offsets.items()}
         self.waits = WaitPlanner(step, ranges).plan(parts, first, last)
@@ -126,6 +155,10 @@ class KernelPlan:
         """How lanes share a carry that is copied."""
         group = copying(array)
         return share_lanes(group, 0 if self.has_rows(array.buffer) else None, self.rows, self.lanes)
+
+    def loading(self, one: NearMatrix) -> LaneShare:
+        """How lanes share a matrix that is copied into fast memory."""
+        return share_lanes(one.load, one.row, self.rows, self.lanes)
 
     def is_apart(self, n: int) -> bool:
         """Whether each group has a sum of its own."""
@@ -145,7 +178,7 @@ def _packed(units: Sequence[Unit]) -> dict[Array, Array]:
     """Right operands that stay the same and whose columns are no neighbours, and the copies in which they are."""
     found: dict[Array, Array] = {}
     for unit in units:
-        if not isinstance(unit, Matmul) or unit.b.buffer.kind not in ("invariant", "constant"):
+        if not isinstance(unit, Matmul) or unit.b.buffer.kind not in FIXED:
             continue
         if unit.b.strides[-1] != 1 and unit.b.shape[-1] > 1:
             region = Region("packed", 0, unit.b.numel, unit.b.dtype)

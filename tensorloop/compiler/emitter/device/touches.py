@@ -100,7 +100,9 @@ class LaneTouches:
         return LaneTouch(array.buffer, writes, _marked(Part(array, space, lanes, lanes)))
 
     def _is_shared(self, buffer: Region) -> bool:
-        return buffer.kind == "carry" or (buffer.written and (buffer.kind != "scratch" or buffer in self.stored))
+        return buffer.kind in ("carry", "near") or (
+            buffer.written and (buffer.kind != "scratch" or buffer in self.stored)
+        )
 
     def _parts(self, unit: Unit, dim: int | None, share: LaneShare) -> Iterator[Part]:
         """Every array of a unit that lanes have memory of."""
@@ -175,7 +177,7 @@ class LaneTouches:
         lane = lane.repeat_interleave(share.tall, m)
         space = (*blocks[:m], blocks[m] * share.tall, blocks[-1])
         yield Part(unit.a, (*space[:-1], depth), lane.amin(-1, keepdim=True), lane.amax(-1, keepdim=True))
-        if unit.b.buffer.written or unit.b.buffer.kind == "carry":
+        if self._is_shared(unit.b.buffer):
             low, high = lane.amin(m, keepdim=True), lane.amax(m, keepdim=True)
             yield Part(unit.b, (*space[:m], depth, space[-1]), low, high)
         for array in (unit.out, *(() if unit.addend is None else (unit.addend,))):

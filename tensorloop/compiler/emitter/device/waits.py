@@ -15,11 +15,15 @@ STEPS = 4  # places change with every second step, and a slice of an output is m
 
 
 class Waits(NamedTuple):
-    """Whether lanes wait: before each part of a step, before it asks whether to go on, before the last carry leaves."""
+    """Whether lanes wait: before each part of a step, before it asks whether to go on, before the last carry leaves.
+
+    `starting` is a wait before the first step.
+    """
 
     before: list[bool]
     asking: bool
     leaving: bool
+    starting: bool = False
 
     @property
     def a_step(self) -> int:
@@ -45,15 +49,19 @@ class WaitPlanner:
         waits = [False] * len(stations)
         while True:
             held = [*waits]
-            self._go(stations, first, waits)
+            self._go(stations, (), waits)
             if held == waits:
                 break
+        # One wait before the first step is less than one in each.
+        starting = self._go(stations, first, [*waits]) != waits
+        first = () if starting else first
         # A wait that came early may be of no use beside one that came later.
         for n in range(len(waits)):
             without = [*waits[:n], False, *waits[n + 1 :]]
             if waits[n] and self._go(stations, first, [*without]) == without:
                 waits = without
-        return Waits(waits[:-2], *waits[-2:])
+        *before, asking, leaving = waits
+        return Waits(before, asking, leaving, starting)
 
     def _go(self, stations: Sequence[Sequence[LaneTouch]], first: Sequence[LaneTouch], waits: list[bool]) -> list[bool]:
         """Some steps with these waits, to which those are added that lack; the last station is not met in each step."""

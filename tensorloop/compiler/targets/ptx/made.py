@@ -9,7 +9,6 @@ from tensorloop.compiler.emitter.device.devices import Nvptx
 from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.lowered import lowered
-from tensorloop.compiler.operations import bytes_of
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.proved import Proved
@@ -73,10 +72,11 @@ def describe(step: Step) -> list[str]:
     groups = f"{text.groups} groups of {text.lanes} lanes" if text.groups > 1 else f"one group of {text.lanes} lanes"
     waits = "1 barrier" if text.barriers == 1 else f"{text.barriers} barriers"
     where = "shared memory" if text.local else "the device's memory"
-    read, written = (sum(map(bytes_of, nodes)) for nodes in (step.sequences, step.outs))
+    read, written, once = text.traffic
+    held = f", {once:,} of them matrices that are read once a launch" if once else ""
     lines = [
         f"one launch: {groups}, {waits} a step",
-        f"{text.scratch:,} bytes of {where} a group, {needs}",
+        f"{text.scratch:,} bytes of {where} a group{held}, {needs}",
         f"{read:,} bytes read and {written:,} written a step in the device's memory",
     ]
     return lines + ([f"one lane of a group alone: {', '.join(text.idle)}"] if text.idle else [])

@@ -1,0 +1,116 @@
+"""What a group has in its fast memory from step to step, beside scratch: the carry, and matrices that stay the same."""
+
+import copy
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple
+
+from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
+from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+
+FIXED = ("invariant", "constant")  # what no step writes
+
+
+def carry_beside_outs(step: LoweredStep) -> LoweredStep:
+    """The step with a carry in places of its own where it was an out; the out is a copy of it.
+
+    An out lies in the device's memory, where the next step would wait for it. The copy is made as the carry is, from a
+    register, unless a product makes it.
+    """
+    held = Counter(after.buffer for after in step.next)
+    moved = {
+        after.buffer: Region("next", n, after.buffer.numel, after.dtype)
+        for n, after in enumerate(step.next)
+        if after.buffer.kind == "out" and held[after.buffer] == 1
+    }
+    if not moved:
+        return step
+
+    def new(one: Array) -> Array:
+        return Array(moved.get(one.buffer, one.buffer), one.shape, one.strides, one.offset)
+
+    made = copy.copy(step)
+    made.kernels = [_with_arrays(kernel, new) for kernel in step.kernels]
+    made.next, made.going = [*map(new, step.next)], None if step.going is None else new(step.going)
+    for out in step.outs:
+        if out.buffer in moved and out.numel:
+            made.kernels.append(Point("copy", copied, (new(out).squeeze(),), out.squeeze()))
+    return made
+
+
+def _with_arrays(kernel: Kernel, new: Callable[[Array], Array]) -> Kernel:
+    """The kernel on other arrays."""
+    changed: dict[str, Any] = {}
+    for field in dataclasses.fields(kernel):
+        value = getattr(kernel, field.name)
+        if isinstance(value, Array):
+            changed[field.name] = new(value)
+        elif isinstance(value, tuple) and value and isinstance(value[0], Array):
+            changed[field.name] = tuple(map(new, value))
+    return dataclasses.replace(kernel, **changed)
+
+
+class NearMatrix(NamedTuple):
+    """A matrix in fast memory: as a unit reads it there, what copies it, and the dim of the copy that has rows."""
+
+    right: Array
+    load: WalkGroup
+    row: int | None
+
+
+def near_matrices(units: Sequence[Unit], dims: Sequence[int | None]) -> dict[Array, NearMatrix]:
+    """What no step writes and each one reads: operands of products and of walks, each with its copy.
+
+    What is chosen by an index is not among them: of a table a step may need one row. `dims` are those of rows: of what
+    has rows, a group has its own alone, if all units read it so.
+    """
+    rows: dict[Array, set[int | None]] = {}
+    for unit, dim in zip(units, dims, strict=True):
+        for one in _read_whole(unit):
+            if one.buffer.kind in FIXED and one.numel > 1:
+                last = len(one.shape) - (2 if isinstance(unit, Matmul) else 0)
+                own = dim is not None and dim < last and one.strides[dim] != 0
+                rows.setdefault(one, set()).add(dim if own else None)
+    return {one: _near_matrix(one, min(found) if len(found) == 1 else None) for one, found in rows.items()}
+
+
+def _read_whole(unit: Unit) -> list[Array]:
+    if isinstance(unit, Matmul):
+        return [unit.b]
+    walks = unit.walks if isinstance(unit, WalkGroup) else []
+    return [one for walk in walks for one in (walk.indices if isinstance(walk, Gather) else walk.reads())]
+
+
+def _near_matrix(array: Array, row: int | None) -> NearMatrix:
+    """A place for a matrix, rows outermost; of a dim along which all elements are the same it has one."""
+    shape = tuple(1 if stride == 0 else size for size, stride in zip(array.shape, array.strides, strict=True))
+    order = sorted(range(len(shape)), key=lambda d: (d != row, d))
+    region = Region("near", 0, math.prod(shape), array.dtype)
+    inner = contiguous(region, [shape[d] for d in order]).strides
+    strides = tuple(inner[order.index(d)] if array.strides[d] else 0 for d in range(len(shape)))
+    source = Array(array.buffer, shape, array.strides, array.offset).squeeze()
+    load = Point("copy", copied, (source,), Array(region, shape, strides).squeeze())
+    # The dims of one element before it are not in the copy.
+    row = None if row is None else sum(size != 1 for size in shape[:row])
+    return NearMatrix(Array(region, array.shape, strides), WalkGroup(load.space, [load]), row)
+
+
+def reading_near(unit: Unit, near: Mapping[Array, NearMatrix]) -> Unit:
+    """The unit where it reads these from fast memory."""
+
+    def new(one: Array) -> Array:
+        return near[one].right if one in near else one
+
+    if isinstance(unit, Matmul):
+        return dataclasses.replace(unit, b=new(unit.b))
+    if not isinstance(unit, WalkGroup) or not any(one in near for one in _read_whole(unit)):
+        return unit
+    walks = [_with_arrays(walk, new) for walk in unit.walks]
+    for n, walk in enumerate(unit.walks):
+        if isinstance(walk, Gather):  # its steps are those of where it lies now
+            walks[n] = dataclasses.replace(walk, indices=tuple(map(new, walk.indices)))
+    return dataclasses.replace(unit, walks=walks)
