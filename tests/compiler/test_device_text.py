@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
+from tensorloop.compiler.emitter.write.scratch import LINE
 from tensorloop.compiler.step import CoreCall
 from tests.support.lanes import LanesCore
 from tests.support.recurrences import Given, assert_same, places, recurrence
@@ -31,7 +32,7 @@ def test_an_access_out_of_bounds_is_seen() -> None:
     rec = recurrence(CELLS["rnn"].step, *given)
 
     def change(plan: KernelPlan) -> None:
-        plan.scratch = 128
+        plan.scratch -= 2 * LINE
 
     core = LanesCore(rec, 8, 2, guarded=True, change=change)
     with pytest.raises(AssertionError, match=r"accesses out of bounds, the first of \d+ bytes by: (store|%)"):
@@ -64,3 +65,25 @@ def test_odd_sizes(rows: int, features: int) -> None:
         rec = recurrence(CELLS[name].step, *given)
         for lanes, groups in ((8, 2), (32, 1)):
             assert_same(LanesCore(rec, lanes, groups, "random", guarded=True), rec, 2, *given, rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize(("local", "near", "read"), [(0, 0, 972), (700, 2, 532), (1 << 20, 3, 140)])
+def test_what_no_step_writes_stays_in_fast_memory_as_far_as_it_fits(local: int, near: int, read: int) -> None:
+    given: Given = (
+        [torch.randn(7, 5, 1), torch.randn(5), torch.randn(7, 7)],
+        [torch.randn(4, 5, 7)],
+        [torch.randn(5, 7)],
+    )
+
+    def step(invariants, slices, carry):
+        kept, weights, w = invariants  # rows of the batch, one number for each, a matrix read the other way round
+        h = torch.tanh(carry[0] @ w.t() + slices[0] + (kept.squeeze(2).t() * weights.unsqueeze(1)))
+        return {"carry": [h], "outs": [h]}
+
+    rec = recurrence(step, *given)
+    plans: list[KernelPlan] = []
+    core = LanesCore(rec, 8, 2, "random", plans.append, local=local, guarded=True)
+    assert len(plans[0].near) == near
+    assert core.text.traffic.read == read
+    assert len(core.text.packed) == (near < 3)
+    assert_same(core, rec, 4, *given)

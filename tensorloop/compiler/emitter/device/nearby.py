@@ -75,7 +75,7 @@ def near_matrices(units: Sequence[Unit], dims: Sequence[int | None]) -> dict[Arr
                 last = len(one.shape) - (2 if isinstance(unit, Matmul) else 0)
                 own = dim is not None and dim < last and one.strides[dim] != 0
                 rows.setdefault(one, set()).add(dim if own else None)
-    return {one: _near_matrix(one, min(found) if len(found) == 1 else None) for one, found in rows.items()}
+    return {one: _near_matrix(one, found.pop() if len(found) == 1 else None) for one, found in rows.items()}
 
 
 def _read_whole(unit: Unit) -> list[Array]:
