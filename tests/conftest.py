@@ -238,5 +238,7 @@ def little_to_collect() -> None:
 
 
 @pytest.fixture(autouse=True)
-def seed() -> None:
+def seed(request: pytest.FixtureRequest) -> None:
+    if request.config.getoption("--device"):
+        torch.set_default_device("cuda")  # which a trace of `torch.compile` that fails leaves behind unset
     torch.manual_seed(0)

@@ -23,6 +23,7 @@ from tensorloop.packed import StaticPackedTensor
 from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, kernel, some_moves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
+counts_memory = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="the pretended device does not count memory")
 needs_kernels = pytest.mark.skipif(bool(cuda.why_not()), reason=f"no CUDA kernels: {cuda.why_not()}")
 DEVICE = torch.device("cuda")
 
@@ -41,7 +42,7 @@ def prefix_sums(x: Tensor) -> Tensor:
 
 
 def test_an_array_gives_what_it_gives_on_the_cpu() -> None:
-    x = torch.randn(6, 5, dtype=torch.float64)
+    x = torch.randn(6, 5, dtype=torch.float64, device="cpu")
     here, there = x.requires_grad_(), x.detach().to(DEVICE).requires_grad_()
     expected, found = prefix_sums(here), prefix_sums(there)
     torch.testing.assert_close(found.cpu(), expected)
@@ -213,6 +214,7 @@ def test_snapshots_leave_the_device_and_come_back(places: list[str | None], tmp_
     assert not list(tmp_path.iterdir())
 
 
+@counts_memory
 def test_carries_on_the_cpu_take_no_memory_of_the_device() -> None:
     x = torch.zeros(2**22, device=DEVICE, requires_grad=True)
 
@@ -438,7 +440,7 @@ def test_a_graph_of_the_users_around_a_compiled_loop() -> None:
     torch.testing.assert_close(found, run())
 
 
-@pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="the pretended device does not count memory")
+@counts_memory
 def test_memory_of_graphs_is_let_go_with_their_plans() -> None:
     run, _, _ = recurrent(100)
     run()

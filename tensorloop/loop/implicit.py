@@ -129,7 +129,6 @@ def fixed_point(
 
     with torch.no_grad():
         found, steps, ratios = _search(fn, carry, init, context, search, compact, functions)
-    ratios = transforms.numbers(ratios).cpu()
     if not bool((ratios <= search.tol).all()):
         taken = steps if isinstance(steps, int) else int(transforms.numbers(steps).max())
         search.fail("z", taken, ratios)
@@ -146,13 +145,15 @@ def _search(
     compact: bool,
     functions: tuple[Called, ...],
 ) -> tuple[Any, Any, Tensor]:
-    """Repeats fn until nothing changes: (z, steps, how much the last step changed it)."""
+    """Repeats fn until nothing changes: (z, steps, how much the last step changed it, on the CPU)."""
     leaves = carry.tree.flatten(init) or []
-    size = len(leaves[0]) if search.rows else 0
-    far = torch.full((size,) if search.rows else (), torch.inf, device=leaves[0].device)
+    shape = (len(leaves[0]),) if search.rows else ()
+    change = torch.zeros(shape, device=leaves[0].device)
+    asked = [change]
 
     def goes_on(state: Any, *_: Any) -> Tensor:
-        return (state[1] > search.tol) & ((state[1] < torch.inf) | state[2])
+        asked[0] = state[1].cpu()  # all that a device is waited for
+        return (asked[0] > search.tol) & (asked[0] < torch.inf)
 
     def body(t: int, state: Any, row: list[Any], context: tuple[Any, ...]) -> tuple[Any, Any]:
         old = carry.tree.flatten(state[0]) or []
@@ -165,16 +166,18 @@ def _search(
             raise Misuse(
                 "fn changed its argument in place, so that nobody can tell how far it came; let it change a clone"
             )
-        return (out, distance(new, old, 1.0, rows=search.rows), torch.zeros_like(state[2])), None
+        return (out, distance(new, old, 1.0, rows=search.rows)), None
 
-    begun = far < torch.inf
     loop = ConditionalLoop(
-        search.name, body, (init, far, ~begun), search.max_steps, context, cond=goes_on, compact=compact,
+        search.name, body, (init, change), search.max_steps, context, cond=goes_on, compact=compact,
         functions=functions,
     )  # fmt: skip
+    loop.first = torch.ones(shape, dtype=torch.bool, device="cpu") if search.rows else True
     loop.context.paths = [f"context{path}" for path in loop.context.paths]
-    ended, (z, ratios, _) = run_loop(loop, None, False)
-    return z, ended.steps(), ratios
+    ended, (z, ratios) = run_loop(loop, None, False)
+    if ended.taken < search.max_steps and not compact:  # so the condition was asked about the last step, of all rows
+        ratios = asked[0]
+    return z, ended.steps(), transforms.numbers(ratios).cpu()
 
 
 def _with_gradient(

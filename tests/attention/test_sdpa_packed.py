@@ -11,7 +11,6 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 
 from tensorloop.attention import masks
 from tensorloop.packed import PackedTensor
-from tensorloop.packed.dim import Dim
 
 D = torch.float64
 LENS, OTHER = [3, 0, 4, 1], [2, 1, 0, 5]
@@ -314,7 +313,7 @@ def test_what_is_refused(name: str) -> None:
 
 
 def test_masks_are_forgotten_with_their_tensors() -> None:
-    dim, before = Dim(None, LENS), len(masks._READ)
+    dim, before = make(LENS, 1)._dim, len(masks._READ)
     mask = LOWER.clone()
     masks.read_mask(mask, dim, dim, 2, D)
     assert len(masks._READ) == before + 1

@@ -19,6 +19,7 @@ THREAD = "backward runs in a thread of its device, where this tool sees no call 
 TEXT = "it expects what torch says on the CPU"
 BYTES = "it counts bytes of native loops; torch's operations hold a step's values besides"
 DRIVER = "the pretended device has a driver"
+LATE = "a search on a device looks at its scores when it ends, where it waits anyway"
 DEADLOCK = "it stops a backward until another has begun, and a device has one thread for all"
 FORKED = "processes that were forked cannot use a device"
 
@@ -89,6 +90,7 @@ EXCLUDED = {
         "compiled/test_compiled_arrays_eager.py::test_a_write_behind_the_end_appends_as_in_the_eager_loop",
         "compiled/test_compiled_linalg.py::test_numbers_that_are_none_or_very_large[nan-eigh]",
     ),
+    LATE: ("beam/test_beam_diagnostics.py::test_raw_logits_are_noticed_before_a_search_that_does_not_end",),
     DRIVER: ("compiler/test_ptx_driver.py::test_without_a_driver_there_is_no_device",),
     KERNELS: (
         "attention/test_attention.py::test_dtypes[dtype1]",
@@ -99,6 +101,7 @@ EXCLUDED = {
         "packed/test_packed_advice.py::test_what_a_message_says_to_write_runs[p.numpy()]",
     ),
     SPARSE: (
+        "test_gpu.py::test_which_kernels_can_read_a_tensor",
         "compiled/test_compiled_checks.py::test_sparse_tensors_made_in_the_body_are_refused",
         "beam/test_beam_errors.py::test_log_probs_that_are_not_dense",
         "checkpoint/test_replay_kinds.py::test_a_sparse_tensor_in_the_carry",

@@ -46,7 +46,7 @@ BUDGETS: dict[str, Budget] = {
     "while_loop_rows_stop_checkpointed": Budget(50.88, 1, -73, 1, 2),
     "packed_scan": Budget(15, 0, 27, 0, 0),
     "packed_scan_checkpointed": Budget(31.5, 0, -19, 0, 2),
-    "fixed_point": Budget(32, 2, 47, 3, 2),
+    "fixed_point": Budget(16, 2, 29, 1, 2),
     "fori_loop": Budget(6, 0, 8, 0, 0),
     "linear_recurrence": Budget(1, 0, 67, 0, 0),
     "compiled_scan": Budget(0.5, 0, 23, 0, 0),

@@ -86,3 +86,13 @@ def test_rows_that_are_asked_on_the_cpu(checkpoints: int | None) -> None:
         assert (h.device.type, steps.device.type, steps.tolist()) == ("cuda", "cuda", [4, 1, 0, 7, 2])
         results.append((h, *torch.autograd.grad(h.square().sum(), h0)))
     torch.testing.assert_close(*results)
+
+
+@pytest.mark.parametrize("rows", [False, True])
+def test_a_fixed_point_waits_once_an_iteration(rows: bool) -> None:
+    factor, x = torch.tensor([0.5, 0.1, 0.3], device="cuda", requires_grad=True), torch.ones(3, device="cuda")
+    with pretended.counted() as counts:
+        z, steps = tl.fixed_point(lambda z: factor * z + x, torch.zeros_like(x), rows=rows, return_steps=True)
+    assert len(counts.syncs) == int(torch.as_tensor(steps).max())
+    found = torch.autograd.grad(z.sum(), factor)[0]
+    torch.testing.assert_close((z, found), (1 / (1 - factor), 1 / (1 - factor) ** 2), rtol=1e-4, atol=1e-4)

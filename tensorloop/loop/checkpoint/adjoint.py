@@ -47,6 +47,9 @@ class NotConvergedWarning(UserWarning):
     """
 
 
+SMALLEST = torch.finfo(torch.float32).tiny  # a gradient may be of any size, but 0 / 0 is no distance
+
+
 class SearchLimits(NamedTuple):
     """How long to search. `rows`: whether leading dims are rows, each with a distance of its own."""
 
@@ -75,19 +78,14 @@ class SearchLimits(NamedTuple):
 
 def distance(new: Sequence[Tensor], old: Sequence[Tensor], floor: float, *, rows: bool) -> Tensor:
     """How much a step changed something, against its size or `floor`: 0-d, or (B,) for each row. The largest leaf's."""
-    found = []
-    for a, b in zip(new, old, strict=True):
-        change, size = (_by_row(x.abs()) if rows else x.abs().reshape(-1) for x in (a - b, a))
-        if change.shape[-1]:
-            change, size = change.amax(-1).float(), size.amax(-1).float()
-        else:
-            change = size = change.sum(-1).float()
-        found.append(torch.where(change == 0, change, change / size.clamp(min=floor)))
-    return torch.stack(found).amax(0)
+    found = [_size(a - b, rows) / _size(a, rows).clamp(min=floor) for a, b in zip(new, old, strict=True)]
+    return found[0] if len(found) == 1 else torch.stack(found).amax(0)
 
 
-def _by_row(x: Tensor) -> Tensor:
-    return x.unsqueeze(1) if x.dim() == 1 else x.flatten(1)
+def _size(x: Tensor, rows: bool) -> Tensor:
+    """The largest entry, or that of each row; 0 where there is none."""
+    x = x.unsqueeze(1) if rows and x.dim() == 1 else x.flatten(1 if rows else 0)
+    return (torch.linalg.vector_norm(x, torch.inf, -1) if x.shape[-1] else x.abs().sum(-1)).float()
 
 
 def applies() -> bool:
@@ -269,7 +267,8 @@ def _solved(linear: Linear, v: list[Tensor], search: SearchLimits) -> list[Tenso
         steps += 1
         back = linear.to_values(w)
         new = [a if b is None else a + b for a, b in zip(v, back, strict=True)]
-        ratios = transforms.numbers(distance(new, w, 0.0, rows=search.rows)).cpu()  # all that a device is waited for
+        # all that a device is waited for
+        ratios = transforms.numbers(distance(new, w, SMALLEST, rows=search.rows)).cpu()
         w = new
         if bool((ratios <= search.tol).all()):
             return w
