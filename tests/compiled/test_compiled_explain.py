@@ -132,6 +132,7 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
             check_equal([tl.scan(body, init, xs, compile="strict")[0]], [tl.scan(body, init, xs)[0]], 1e-6)
         else:
             assert "lacks a native form, tanh: not known" in str(explanation)
+            assert "compiled, on cuda:0\nforward: CUDA graphs" in str(tl.explain(body, init, xs, device="cuda"))
     plans.clear()
 
 

@@ -10,12 +10,12 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse, WrongType
-from tensorloop._common.user_line import user_place, warn
+from tensorloop._common.user_line import UserLine, user_place, warn
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
-from tensorloop.compiler.place import HOST
+from tensorloop.compiler.place import HOST, Place
 from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
 from tensorloop.compiler.targets.choose import is_captured, left_to_loop, place_named
 from tensorloop.compiler.trace import Trace
@@ -71,6 +71,14 @@ class FirstStepApart(Exception):
 
 class LeftToEager(Exception):
     """An error that the eager loop meets too, as a rule: it says in which step."""
+
+
+class LeftToLoop(Refused):
+    """A loop whose core is not native, though it has a plan: on a device that is no reason to leave it."""
+
+    def __init__(self, reason: str, place: UserLine | None, plan: Plan) -> None:
+        super().__init__(reason, NATIVE, place)
+        self.plan = plan
 
 
 class FirstAnswer(NamedTuple):
@@ -137,7 +145,7 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
     before = PythonState(loop.functions)
     try:
         with without_inference():
-            ready = _prepare(loop, checkpoints, before)
+            ready = _prepare(loop, checkpoints, before, place)
         return None if ready is None else explain_plan(loop.title, ready.plan, _describe_rows(ready.look), place)
     except Refused as refusal:
         _refuse_unless_apart(loop, refusal)
@@ -164,8 +172,13 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
     warn(f"{name}: {text}; it runs as an eager loop. Cure: {refusal.cure}", NotCompiledWarning, place)
 
 
-def _prepare(loop: Loop, checkpoints: CheckpointsArg, before: PythonState) -> Ready | None:
-    """Finds the plan of a loop, or makes it; None where the eager loop has to ask the condition."""
+def _prepare(
+    loop: Loop, checkpoints: CheckpointsArg, before: PythonState, elsewhere: Place | None = None
+) -> Ready | None:
+    """Finds the plan of a loop, or makes it; None where the eager loop has to ask the condition.
+
+    What is left to the eager loop here has a plan all the same, if `elsewhere` it would not be.
+    """
     check_surroundings()
     if isinstance(checkpoints, Checkpoints) and checkpoints.check:
         raise Refused(
@@ -174,14 +187,14 @@ def _prepare(loop: Loop, checkpoints: CheckpointsArg, before: PythonState) -> Re
         )
     while True:
         try:
-            return _look_and_plan(loop, before)
+            return _look_and_plan(loop, before, elsewhere)
         except AnswersInPython:  # once at most: from now on the condition is known to answer there, so no step asks it
             before.put_back()
             _forget(loop)
             python_condition.learn(loop)
 
 
-def _look_and_plan(loop: Loop, before: PythonState) -> Ready | None:
+def _look_and_plan(loop: Loop, before: PythonState, elsewhere: Place | None) -> Ready | None:
     with _left_to_eager(loop):
         answer = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else _NO_CONDITION
     if answer.asked_by == "the eager loop":
@@ -189,11 +202,11 @@ def _look_and_plan(loop: Loop, before: PythonState) -> Ready | None:
     condition = whole = None
     if answer.asked_by == "Python" or python_condition.is_known(loop):
         condition = PythonCondition(loop)
-        seen, plan = _look_at(condition.stepped, None, condition.begin, before)
+        seen, plan = _look_at(condition.stepped, None, condition.begin, before, elsewhere)
     else:
         whole = whole_of(loop, answer.tensor)
         one, first = (loop, answer.tensor) if whole is None else whole.first()
-        seen, plan = _look_at(one, first, lambda _: before.check(), before)
+        seen, plan = _look_at(one, first, lambda _: before.check(), before, elsewhere)
     steps = loop.length if loop.cond is None else None
     if condition is not None and plan.answers:
         raise Refused(
@@ -237,13 +250,17 @@ def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg, before: PythonSt
     return ended, loop.carry.tree.unflatten(state)
 
 
-def _look_at(loop: Loop, first: Tensor | None, check: Callable[[Look], None], before: PythonState) -> tuple[Look, Plan]:
+def _look_at(
+    loop: Loop, first: Tensor | None, check: Callable[[Look], None], before: PythonState, elsewhere: Place | None
+) -> tuple[Look, Plan]:
     """A look at the first step of a loop, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
         seen = look(loop, first, before.put_back)
         compare_flags(seen)
         check(seen)
         seen, plan = plan_of(seen)
+        if isinstance(plan, LeftToLoop) and elsewhere is not None and not left_to_loop(elsewhere):
+            plan = plan.plan
         if isinstance(plan, Refused):
             raise plan.alone()
         _check_rows(seen, plan)
@@ -379,6 +396,6 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     if plan.lacking is not None and plan.forward.core is not None and left_to_loop(plan.step.place):
         node = plan.lacking.node
         place = None if node is None else place_of(node)
-        return Refused(f"the loop's core lacks a native form, {plan.lacking.reason}", NATIVE, place)
+        return LeftToLoop(f"the loop's core lacks a native form, {plan.lacking.reason}", place, plan)
     plan.answers, plan.ahead, plan.asked = [a.value for a in trace.answers], ahead, seen.record.values.asked
     return plan

@@ -52,6 +52,7 @@ MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compil
 Where = torch.device | None  # the device of a loop; None where that is no matter
 _aten = torch.ops.aten
 _OF_AUTOGRAD = {_aten.detach.default, _aten.clone.default}
+_KEEPS = (_aten._scaled_dot_product_efficient_attention.default, _aten._scaled_dot_product_cudnn_attention.default)
 
 
 class OperationLog(OperationMode):
@@ -366,6 +367,8 @@ class OperationLog(OperationMode):
             if func not in _OF_AUTOGRAD:
                 part = self.key[start:end]
                 kinds = [(x, y) for x, y in pairwise(part) if isinstance(x, type)]
+                if func in _KEEPS:  # their first bool is whether a gradient will be wanted
+                    kinds.remove(next(pair for pair in kinds if pair[0] is bool))
                 course.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
         return course
 
