@@ -23,7 +23,9 @@ from tensorloop.packed import StaticPackedTensor
 from tests.support.cuda_cases import MOVED, OPERATIONS, REDUCED, arguments, kernel, some_moves
 
 pytestmark = pytest.mark.skipif(not torch.cuda.is_available(), reason="no CUDA device")
-counts_memory = pytest.mark.skipif(not torch.backends.cuda.is_built(), reason="the pretended device does not count memory")
+counts_memory = pytest.mark.skipif(
+    not torch.backends.cuda.is_built(), reason="the pretended device does not count memory"
+)
 needs_kernels = pytest.mark.skipif(bool(cuda.why_not()), reason=f"no CUDA kernels: {cuda.why_not()}")
 DEVICE = torch.device("cuda")
 

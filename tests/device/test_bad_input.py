@@ -13,7 +13,11 @@ import tensorloop as tl
 from tensorloop import PackedTensor
 from tests.support.devices import let_go
 
+Options = dict[str, Any]
 CHECKPOINTS = pytest.mark.parametrize("checkpoints", [None, 2])
+WAYS: list[Options] = [{}, {"checkpoints": 2}, {"compile": True}, {"compile": True, "checkpoints": 2}]
+ANY_WAY = pytest.mark.parametrize("options", WAYS, ids=str)
+EAGER_TOO = pytest.mark.filterwarnings("ignore::tensorloop.loop.compiled.front.NotCompiledWarning")  # of two devices
 
 
 def on(device: str, *size: int) -> Tensor:
@@ -21,24 +25,24 @@ def on(device: str, *size: int) -> Tensor:
     return numbers.to(device)
 
 
-def rnn(w: Tensor, xs: Any, h: Tensor, checkpoints: int | None) -> Tensor:
+def rnn(w: Tensor, xs: Any, h: Tensor, options: Options) -> Tensor:
     def body(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         h = torch.tanh(h @ w + x)
         return h, h
 
-    h, ys = tl.scan(body, h, xs, checkpoints=checkpoints)
+    h, ys = tl.scan(body, h, xs, **options)
     return h.square().sum() + (ys.values if isinstance(ys, PackedTensor) else ys).sum()
 
 
-def padded(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
-    return rnn(w, on(device, 5, 3, 4), on(device, 3, 4), checkpoints)
+def padded(device: str, w: Tensor, options: Options) -> Tensor:
+    return rnn(w, on(device, 5, 3, 4), on(device, 3, 4), options)
 
 
-def packed(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
-    return rnn(w, PackedTensor(on(device, 7, 4), [3, 0, 4]), on(device, 3, 4), checkpoints)
+def packed(device: str, w: Tensor, options: Options) -> Tensor:
+    return rnn(w, PackedTensor(on(device, 7, 4), [3, 0, 4]), on(device, 3, 4), options)
 
 
-def makes_its_own(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
+def makes_its_own(device: str, w: Tensor, options: Options) -> Tensor:
     """Steps name the device without a number, and draw from its generator."""
     kind = torch.device(device).type
 
@@ -47,26 +51,27 @@ def makes_its_own(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
         return F.dropout(there, 0.3).to(h.device) + h
 
     torch.manual_seed(5)
-    return tl.fori_loop(0, 4, body, on("cpu", 3, 4), checkpoints=checkpoints).square().sum()
+    return tl.fori_loop(0, 4, body, on("cpu", 3, 4), **options).square().sum()
 
 
-def stopping(device: str, w: Tensor, checkpoints: int | None) -> Tensor:
+def stopping(device: str, w: Tensor, options: Options) -> Tensor:
     limits = torch.tensor([1, 4, 2], device=device)
     start = torch.zeros_like(limits), on(device, 3, 4)
     body = lambda c: (c[0] + 1, torch.tanh(c[1] @ w))  # noqa: E731
-    return tl.while_loop(lambda c: c[0] < limits, body, start, checkpoints=checkpoints)[1].square().sum()
+    return tl.while_loop(lambda c: c[0] < limits, body, start, **options)[1].square().sum()
 
 
-LOOPS: list[Callable[[str, Tensor, int | None], Tensor]] = [padded, packed, makes_its_own, stopping]
+LOOPS: list[Callable[[str, Tensor, Options], Tensor]] = [padded, packed, makes_its_own, stopping]
 
 
-@CHECKPOINTS
+@ANY_WAY
+@EAGER_TOO
 @pytest.mark.parametrize("loop", LOOPS)
-def test_another_device_is_chosen_between_forward_and_backward(loop: Any, checkpoints: int | None) -> None:
+def test_another_device_is_chosen_between_forward_and_backward(loop: Any, options: Options) -> None:
     results = []
     for other in (0, 1):
         w = on("cuda:0", 4, 4).requires_grad_()
-        loss = loop("cuda:0", w, checkpoints)
+        loss = loop("cuda:0", w, options)
         with torch.cuda.device(other):
             (grad,) = torch.autograd.grad(loss, w)
         assert grad.device == w.device
@@ -74,15 +79,16 @@ def test_another_device_is_chosen_between_forward_and_backward(loop: Any, checkp
     torch.testing.assert_close(*results)
 
 
-@CHECKPOINTS
+@ANY_WAY
+@EAGER_TOO
 @pytest.mark.parametrize("loop", [padded, packed, stopping])
-def test_devices_that_differ_are_one_error(loop: Any, checkpoints: int | None) -> None:
+def test_devices_that_differ_are_one_error(loop: Any, options: Options) -> None:
     for other in ("cuda:1", "cpu"):
         with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device") as caught:
-            loop("cuda:0", on(other, 4, 4).requires_grad_(), checkpoints)
+            loop("cuda:0", on(other, 4, 4).requires_grad_(), options)
         assert any("raised in step 0 of" in note for note in caught.value.__notes__)
     w = on("cuda:0", 4, 4).requires_grad_()
-    assert torch.autograd.grad(loop("cuda:0", w, checkpoints), w)[0].isfinite().all()
+    assert torch.autograd.grad(loop("cuda:0", w, options), w)[0].isfinite().all()
 
 
 @CHECKPOINTS
@@ -173,22 +179,23 @@ def test_without_a_driver_nothing_asks_for_one(monkeypatch: pytest.MonkeyPatch) 
     with torch.device("cpu"):
         for loop in LOOPS:
             w = on("cpu", 4, 4).requires_grad_()
-            assert torch.autograd.grad(loop("cpu", w, 2), w)[0].isfinite().all()
+            assert torch.autograd.grad(loop("cpu", w, {"checkpoints": 2}), w)[0].isfinite().all()
         p = PackedTensor(on("cpu", 7, 2, 8), [3, 4])
         assert tl.attention(p, p, p, causal=True).softmax(1).values.isfinite().all()
 
 
-def test_a_process_that_was_forked_runs_loops_of_the_cpu() -> None:
+@pytest.mark.parametrize("options", WAYS[1:3], ids=str)
+def test_a_process_that_was_forked_runs_loops_of_the_cpu(options: Options) -> None:
     """Its device is gone: torch says so by `is_initialized`, and nothing asks it for random numbers."""
     torch.ones(3, device="cuda").sum().item()
     w, read, write = on("cpu", 4, 4), *os.pipe()
     with torch.no_grad():
-        wanted = float(padded("cpu", w, 2))
+        wanted = float(padded("cpu", w, options))
         if not (child := os.fork()):
             try:
                 torch.cuda._is_in_bad_fork = lambda: True  # pyright: ignore
                 torch.cuda.get_rng_state = lambda *_: os._exit(2)
-                os.write(write, str(float(padded("cpu", w, 2))).encode())
+                os.write(write, str(float(padded("cpu", w, options))).encode())
             finally:
                 os._exit(0)
     assert os.waitpid(child, 0)[1] == 0

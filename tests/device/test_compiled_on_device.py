@@ -308,13 +308,12 @@ def test_a_part_that_an_array_does_not_have_yet_is_not_taken_for_one_of_its_leng
     torch.testing.assert_close(found, run(False))
 
 
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_attention_without_a_gradient(dtype: torch.dtype) -> None:
+def test_attention_without_a_gradient() -> None:
     """Its operation there is told whether one will be wanted, which is no difference between two looks at a step."""
-    xs = numbers(3, 2, 4, 8).to(dtype)
+    xs = numbers(3, 2, 1, 4, 8)
 
     def run(compile: Any) -> Tensor:
         body = lambda h, x: (h + attention(x + h, x, x), None)  # noqa: E731
         return tl.scan(body, torch.zeros_like(xs[0]), xs, compile=compile)[0]
 
-    torch.testing.assert_close(run("strict"), run(False), rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-5)
+    torch.testing.assert_close(run("strict"), run(False))

@@ -251,7 +251,11 @@ def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg, before: PythonSt
 
 
 def _look_at(
-    loop: Loop, first: Tensor | None, check: Callable[[Look], None], before: PythonState, elsewhere: Place | None
+    loop: Loop,
+    first: Tensor | None,
+    check: Callable[[Look], None],
+    before: PythonState,
+    elsewhere: Place | None = None,
 ) -> tuple[Look, Plan]:
     """A look at the first step of a loop, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
