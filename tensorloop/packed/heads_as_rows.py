@@ -49,9 +49,10 @@ def has_heads(dim: Dim, heads: int) -> bool:
 
 
 def is_size_of(size: Dim, rows: Dim) -> bool:
-    """Whether a size is that of these rows, or of those that heads were joined with to make them."""
-    n, m = len(size), len(rows)
-    return size.same(rows) if n == m or not n or m % n else multiply(size, m // n).same(rows)
+    """Whether a size is that of these rows, or of those that heads were joined with or parted from to make them."""
+    few, many = sorted((size, rows), key=len)
+    n, m = len(few), len(many)
+    return few.same(many) if n == m or not n or m % n else multiply(few, m // n).same(many)
 
 
 def _join(dim: Dim, heads: int) -> tuple[Dim, Tensor, Tensor]:
@@ -59,7 +60,7 @@ def _join(dim: Dim, heads: int) -> tuple[Dim, Tensor, Tensor]:
 
     def make() -> tuple[Dim, Tensor, Tensor]:
         joined = dim._derive(lambda lens: lens.repeat_interleave(heads))
-        joined._cache.setdefault("total", dim.total * heads)
+        joined._cache |= {"total": dim.total * heads, "heads": heads}
         head, row = joined._row_ids % heads if heads else joined._row_ids, joined._row_ids // max(heads, 1)
         index = (dim._offsets.index_select(0, row) + joined._positions) * heads + head
         inverse = torch.empty_like(index).index_copy_(0, index, torch.arange(len(index), device=index.device))

@@ -217,8 +217,7 @@ def regroup(x: Any, sizes: tuple[Any, ...]) -> Any:
     for batch, time in _places(sizes, layout.batch < layout.time):
         want = _segments(sizes, batch, time)
         ways += [(heads, batch, time, want) for heads in _joined(have, want, behind, rows, sizes[batch])]
-    # Rows of different lens are no heads of one; that is said where nothing else fits.
-    for heads, batch, time, want in sorted(ways, key=lambda way: way[0] < 0 and not has_heads(p._dim, -way[0])):
+    for heads, batch, time, want in sorted(ways, key=lambda way: _rate(p._dim, way[0], sizes[way[2]])):
         totals = [prod(s) for s in have]
         totals[behind] = totals[behind] // heads if heads > 0 else totals[behind] * -heads
         filled = [_fill(s, total) for s, total in zip(want, totals, strict=True)]
@@ -227,6 +226,19 @@ def regroup(x: Any, sizes: tuple[Any, ...]) -> Any:
             _check_size(sizes[time], p, found)
             return see(found, batch, time)
     return None
+
+
+def _rate(dim: Dim, heads: int, size: Any) -> tuple[bool, bool, int]:
+    """The less, the likelier: of (1, B, T, d) from rows of one length, either 1 or B may be the batch.
+
+    A ragged size of other rows tells how many there are to be, as do rows that heads were joined with. Else rows stay,
+    or are joined with heads. Rows of different lens are no heads of one; that is said where nothing else fits.
+    """
+    rows = len(dim)
+    said = len(size._dim) if isinstance(size, RaggedSize) else rows
+    wanted = said if said != rows else rows // max(dim._cache.get("heads", 1), 1)
+    made = rows * heads if heads > 0 else rows // -heads
+    return heads < 0 and not has_heads(dim, -heads), made != wanted, 0 if heads == 1 else 1 if heads > 0 else 2
 
 
 def _check_size(n: Any, *rows: Packed) -> None:

@@ -89,18 +89,26 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     given = kwargs.get("shape", shape[0] if len(shape) == 1 and not isinstance(shape[0], int) else shape)
     if isinstance(given, torch.dtype):
         return input._with(input.values.view(given))
-    if given and isinstance(given[0], EntryCount):
+    if given and (isinstance(given[0], EntryCount) or (isinstance(given[0], RaggedSize) and len(input._dim) == 1)):
         _read_sizes(input, given)
         return input.values.reshape(len(input.values), *_find_rest(given[1:], prod(input.values.shape[1:])))
     # A size of other rows is that of heads joined with the batch, or parted from it.
     own = all(len(n._dim) == len(input._dim) for n in given if isinstance(n, RaggedSize))
     found = _keep_rows(input, _read_sizes(input, given)) if own else None
     found = regroup(input, tuple(given)) if found is None else found
+    if found is None and _is_even(input, given):
+        return input.values.reshape(given)
     if found is None:
         raise refusal(
             f"{input.shape} as {tuple(given)}", "keep the first two as (B, None), or merge them with the first as -1"
         )
     return found
+
+
+def _is_even(p: Packed, sizes: Any) -> bool:
+    """Whether they are numbers, of rows that are of one length: a token that was cut from each row, say."""
+    numbers = all(type(n) is int and n >= 0 for n in sizes) and prod(sizes) == p.values.numel()
+    return numbers and len(set(p._dim._host_lens.tolist())) < 2
 
 
 def _keep_rows(p: Packed, sizes: tuple[Any, ...]) -> Any:

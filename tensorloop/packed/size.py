@@ -42,6 +42,7 @@ class NoNumber:
     """A size that depends on lengths. Who computes with it is told what to write."""
 
     __slots__ = ("_dim",)
+    __hash__ = None  # pyright: ignore: it equals None, and an int; a cache by shapes would hold the rows of a batch
 
     def __init__(self, dim: Dim) -> None:
         self._dim = dim
@@ -98,10 +99,6 @@ class RaggedSize(NoNumber):
             raise no_number("eq")
         return other is None or (isinstance(other, int) and not isinstance(other, Dim) and other == self._dim.max_len)
 
-    def __hash__(self) -> int:
-        """The hash of None, which a ragged size equals."""
-        return hash(None)
-
     def __repr__(self) -> str:
         """As packed tensors are written: (4, *, 3)."""
         return "*"
@@ -120,11 +117,11 @@ class RaggedSize(NoNumber):
 
     __radd__ = __add__
 
-    def __mul__(self, n: Any) -> "EntryCount":
-        """How many entries there are, where `n` is the number of rows: `B * T`."""
-        if type(n) is not int or n != len(self._dim):
+    def __mul__(self, n: Any) -> "RaggedSize | EntryCount":
+        """How many entries there are, where `n` is the number of rows: `B * T`. Once, it is the size itself."""
+        if type(n) is not int or n not in (1, len(self._dim)):
             raise no_number("mul")
-        return EntryCount(self._dim)
+        return self if n == 1 else EntryCount(self._dim)
 
     __rmul__ = __mul__
 
@@ -173,10 +170,6 @@ class EntryCount(NoNumber):
         if hasattr(other, "__torch_function__") and not isinstance(other, EntryCount):
             raise no_number("eq")
         return self._dim.total == (other._dim.total if isinstance(other, EntryCount) else other)
-
-    def __hash__(self) -> int:
-        """By their number."""
-        return hash(self._dim.total)
 
     def __repr__(self) -> str:
         """The product, as it is written."""

@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import static_layers, static_reduce
-from tensorloop.packed.base import StaticPacked
+from tensorloop.packed.base import StaticPacked, add_operators
 from tensorloop.packed.static_ops import STATIC, check_rows, dispatch, facts, refuse
 from tensorloop.packed.static_rows import StaticRows, attend
 from tensorloop.packed.tensor import PackedTensor
@@ -27,16 +27,6 @@ if TYPE_CHECKING:
     _Base = TensorTypes
 else:
     _Base = object
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    func = getattr(Tensor, name)
-
-    def run(self: "StaticPackedTensor", *others: Any) -> Any:
-        return dispatch(func, (self, *others), {})
-
-    run.__name__, run.__doc__ = name, f"{name} of the values, which `others` are broadcast to."
-    return run
 
 
 class StaticPackedTensor(StaticPacked, _Base):
@@ -366,21 +356,8 @@ class StaticPackedTensor(StaticPacked, _Base):
         """Shape and values; lens stand on their own device."""
         return f"StaticPackedTensor({self.shape}, capacity={self.capacity}, lens={self.lens!r}, values={self.values!r})"
 
-    __add__, __radd__ = _operator("__add__"), _operator("__radd__")
-    __sub__, __rsub__ = _operator("__sub__"), _operator("__rsub__")
-    __mul__, __rmul__ = _operator("__mul__"), _operator("__rmul__")
-    __truediv__, __rtruediv__ = _operator("__truediv__"), _operator("__rtruediv__")
-    __floordiv__, __rfloordiv__ = _operator("__floordiv__"), _operator("__rfloordiv__")
-    __mod__, __rmod__ = _operator("__mod__"), _operator("__rmod__")
-    __pow__, __rpow__ = _operator("__pow__"), _operator("__rpow__")
-    __matmul__ = _operator("__matmul__")
-    __and__, __or__, __xor__ = _operator("__and__"), _operator("__or__"), _operator("__xor__")
-    __lt__, __le__ = _operator("__lt__"), _operator("__le__")
-    __gt__, __ge__ = _operator("__gt__"), _operator("__ge__")
-    __eq__, __ne__ = _operator("__eq__"), _operator("__ne__")
-    __neg__, __pos__ = _operator("__neg__"), _operator("__pos__")
-    __abs__, __invert__ = _operator("__abs__"), _operator("__invert__")
-    __hash__ = object.__hash__
+
+add_operators(StaticPackedTensor, dispatch)
 
 
 def _made(cls: Any, values: Tensor, rows: StaticRows) -> Any:

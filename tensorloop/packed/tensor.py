@@ -8,9 +8,10 @@ hooks, `methods.py` the methods; `interop.py` other people's layouts, `batches.p
 of examples; `tree.py` its place among pytrees. This file is the surface, long by the docstrings of one class.
 """
 
+import sys
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from numbers import Number
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -22,9 +23,10 @@ from tensorloop.packed import reordered as _views
 from tensorloop.packed import score_ops as _scores
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, find_dim
+from tensorloop.packed.base import Packed, add_operators, find_dim
 from tensorloop.packed.dim import Dim, as_dim, unchanged
 from tensorloop.packed.dispatch import HANDLERS, dispatch
+from tensorloop.packed.einops import make_backend
 from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
 from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
@@ -39,16 +41,6 @@ __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 # Loaded for the operations that they put into the table.
 _TABLES = features, joins, losses, norms, pieces, reduce, rnn, shape, sort, _views, _scores
 _TIME_TABLES = convolution, images, pooling, resampling, spectrum, statistics
-
-
-def _operator(name: str) -> Callable[..., Any]:
-    func = getattr(Tensor, name)
-
-    def run(self: "PackedTensor", *others: Any) -> Any:
-        return dispatch(func, (self, *others), {})
-
-    run.__name__, run.__doc__ = name, f"{name} of the values, which `others` are broadcast to."
-    return run
 
 
 class PackedTensor(InAutograd):
@@ -102,6 +94,8 @@ class PackedTensor(InAutograd):
         if isinstance(values, Packed):
             raise WrongType("values are packed already; use .values")
         arguments.dense_tensor(values, "values")
+        if "einops" in sys.modules:
+            make_backend()
         if values.dim() == 0:
             raise WrongValue("values must be (N, *F), got a 0-d tensor")
         dim = as_dim(lens, check)
@@ -464,27 +458,8 @@ class PackedTensor(InAutograd):
         """What there is to complete."""
         return sorted({*super().__dir__(), *ATTRIBUTES})
 
-    if not TYPE_CHECKING:  # checkers find what these give in `types.py`
-        # In-place operators are left out: `p += 1` makes a new packed tensor, as it does for numbers.
-        __add__, __radd__ = _operator("__add__"), _operator("__radd__")
-        __sub__, __rsub__ = _operator("__sub__"), _operator("__rsub__")
-        __mul__, __rmul__ = _operator("__mul__"), _operator("__rmul__")
-        __truediv__, __rtruediv__ = _operator("__truediv__"), _operator("__rtruediv__")
-        __floordiv__, __rfloordiv__ = _operator("__floordiv__"), _operator("__rfloordiv__")
-        __mod__, __rmod__ = _operator("__mod__"), _operator("__rmod__")
-        __pow__, __rpow__ = _operator("__pow__"), _operator("__rpow__")
-        __matmul__, __rmatmul__ = _operator("__matmul__"), _operator("__rmatmul__")
-        __and__, __rand__ = _operator("__and__"), _operator("__rand__")
-        __or__, __ror__ = _operator("__or__"), _operator("__ror__")
-        __xor__, __rxor__ = _operator("__xor__"), _operator("__rxor__")
-        __lt__, __le__ = _operator("__lt__"), _operator("__le__")
-        __gt__, __ge__ = _operator("__gt__"), _operator("__ge__")
-        __eq__, __ne__ = _operator("__eq__"), _operator("__ne__")
-        __neg__, __pos__ = _operator("__neg__"), _operator("__pos__")
-        __abs__, __invert__ = _operator("__abs__"), _operator("__invert__")
-    __hash__ = object.__hash__  # by identity, as a tensor's
 
-
+add_operators(PackedTensor, dispatch)  # none in place: `p += 1` makes a new packed tensor, as it does for numbers
 add_methods(PackedTensor)
 
 

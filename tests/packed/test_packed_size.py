@@ -32,12 +32,26 @@ def test_it_equals_none_in_a_shape():
     assert (2, None, 3) == P.shape == P.size()
     assert P.shape[1] == P.size(1) == None  # noqa: E711
     assert P.shape != (2, None, 4)
-    assert {T: "ragged"}[None] == "ragged"
     assert (repr(P.shape), f"{T}") == ("(2, *, 3)", "*")
     assert P.transpose(0, 1).shape == (None, 2, 3)
     for other in (copy.copy(T), copy.deepcopy(T), pickle.loads(pickle.dumps(T))):
         assert other == T
         assert (2, other) == (2, T)
+
+
+def test_no_cache_by_shapes_holds_the_rows_of_a_batch():
+    for size in (T, 2 * T, P.shape):
+        with pytest.raises(TypeError, match="unhashable"):
+            hash(size)
+
+
+def test_once_a_size_is_itself():
+    assert 1 * T is T and T * 1 is T
+    one = packed([3], 4)
+    b, t, _ = one.shape
+    assert b * t == 3
+    assert one.view(b * t, 2, 2).shape == (3, 2, 2)
+    assert one.view(b * t, 4).view(b, t, 4).shape == (1, None, 4)
 
 
 def test_shapes_are_equal_where_lens_are():
@@ -316,7 +330,6 @@ def test_others_refuse_it_in_their_own_words(compute: Any, said: str):
 def test_all_entries_are_a_size_and_no_number():
     entries = 2 * T
     assert entries == T * 2 == 5 != 6
-    assert hash(entries) == hash(5)
     assert repr(entries) == "B * *"
     assert pickle.loads(pickle.dumps(entries)) == entries
     assert torch.zeros(5, 3).view(entries, 3).shape == P.view(entries, -1).shape == (5, 3)

@@ -1,0 +1,25 @@
+"""einops takes packed tensors: a backend of ours beside those that einops has.
+
+einops asks every subclass of its `AbstractBackend` whether it knows a tensor, so that to make one is to enter it. It
+does with shapes and tensors what its backend for torch does. Sizes have no hash, by which einops knows that it must not
+keep what it found for one batch for another.
+"""
+
+import functools
+import sys
+from typing import Any
+
+from tensorloop.packed.base import Packed, PackedView
+
+
+@functools.cache
+def make_backend() -> type:
+    """Makes the backend, where einops is loaded; it lives as long as what this returns."""
+
+    class PackedBackend(sys.modules["einops._backends"].TorchBackend):
+        framework_name = "tensorloop"
+
+        def is_appropriate_type(self, tensor: Any) -> bool:
+            return isinstance(tensor, (Packed, PackedView))
+
+    return PackedBackend
