@@ -42,7 +42,6 @@ class NoNumber:
     """A size that depends on lengths. Who computes with it is told what to write."""
 
     __slots__ = ("_dim",)
-    __hash__ = None  # pyright: ignore: it equals None, and an int; a cache by shapes would hold the rows of a batch
 
     def __init__(self, dim: Dim) -> None:
         self._dim = dim
@@ -91,6 +90,7 @@ class RaggedSize(NoNumber):
 
     __slots__ = ()
 
+    # With no hash: what equals None and an int has none, and a cache by shapes would keep the rows of a batch.
     def __eq__(self, other: object) -> bool:
         """Whether `other` is None, the size of equal rows, or the int that is the longest row. Refused of tensors."""
         if isinstance(other, RaggedSize):
