@@ -120,7 +120,8 @@ _IN_ROWS = frozenset({"softmax", "log_softmax"})  # torch's own over the last di
 
 @takes_scores(
     *("softmax", "log_softmax", "softmin", "cumsum", "sum", "nansum", "mean", "amax", "amin", "max", "min", "argmax"),
-    *("argmin", "logsumexp", "std", "var", "any", "all", "norm", "count_nonzero"),
+    *("argmin", "logsumexp", "std", "var", "any", "all", "norm", "count_nonzero", "sort", "argsort", "topk", "median"),
+    *("normalize", "kthvalue", "quantile"),
 )
 def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Over keys in the segments of each query, over queries as that of keys, over heads row by row."""
@@ -128,32 +129,36 @@ def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         _is_packed(x) or isinstance(x, Tensor) for x in (*args, *kwargs.values())
     ):
         return run_pointwise(getattr(torch, f"{func.__name__}imum"), (input, *args, *kwargs.values()), {})
+    given, call = _take_dim(func, args, kwargs)
+    if given is None:
+        return call(func, input.flat)
+    several = isinstance(given, (tuple, list))
+    dims = [input.find(d) for d in (given if several else (given,))]
+    if dims == [-1] and func.__name__ not in _IN_ROWS:
+        return _give(call(lambda *args, **kwargs: dispatch(func, args, kwargs), input.packed, 1), input)
+    if dims == [-2]:
+        return _turn_back(call(lambda *args, **kwargs: along(func, *args, **kwargs), turn(input), -1), input)
+    if -input.ndim in dims or (len({-1, -2} & set(dims)) == 1 and func.__name__ not in _IN_ROWS):
+        raise refusal(f"over dims {given} of {input.shape}", "first over the last dim, or take the rows: x.unbind()")
+    rows = [call(func, row, tuple(dims) if several else dims[0]) for row in _rows(input)]
+    return collect(rows, input, 0 if dims != [-1] and -1 in dims else 2)
+
+
+def _take_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
+    """The dim that a function is given, and what calls it with another tensor, and another dim or none."""
     for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):
         if alias in kwargs:
             kwargs[known] = kwargs.pop(alias)
     place, name, default = find_dim_parameter(func.__name__)
     at = place - 1
     given = args[at] if len(args) > at else kwargs.pop(name, default)
-    before, after = args[:at], args[at + 1 :]
-    if given is None:
-        return func(input.flat, *before, *after, **kwargs)
 
-    def give(x: Any, dim: Any) -> tuple[tuple[Any, ...], dict[str, Any]]:
-        return ((x, *before, dim, *after), kwargs) if len(before) == at else ((x, *args), {name: dim, **kwargs})
+    def call(run: Any, x: Any, *dim: Any) -> Any:
+        if len(args) < at:
+            return run(x, *args, **({name: dim[0]} if dim else {}), **kwargs)
+        return run(x, *args[:at], *dim, *args[at + 1 :], **kwargs)
 
-    several = isinstance(given, (tuple, list))
-    dims = [input.find(d) for d in (given if several else (given,))]
-    if dims == [-1] and func.__name__ not in _IN_ROWS:
-        return _give(dispatch(func, *give(input.packed, 1)), input)
-    if dims == [-2]:
-        given, options = give(turn(input), -1)
-        return _turn_back(along(func, *given, **options), input)
-    if -input.ndim in dims or (len({-1, -2} & set(dims)) == 1 and func.__name__ not in _IN_ROWS):
-        raise refusal(f"over dims {given} of {input.shape}", "first over the last dim, or take the rows: x.unbind()")
-    calls = [give(row, tuple(dims) if several else dims[0]) for row in _rows(input)]
-    rows = [func(*given, **options) for given, options in calls]
-    ragged = {} if dims != [-1] and -1 in dims else {-2: input.rows, -1: input.columns}
-    return join(rows, -1 - rows[0].dim(), len(input.rows), ragged, input._like)
+    return given, call
 
 
 def _rows(x: PackedScores) -> list[Any]:
@@ -183,14 +188,30 @@ def _turn_back(out: Any, input: PackedScores) -> Any:
 
 def turn(x: PackedScores) -> PackedScores:
     """The scores of keys and queries: a copy."""
-    return per_row(x, lambda row: row.transpose(-1, -2), x.columns, x.rows)
+    return per_row(x, lambda row: row.transpose(-1, -2))
 
 
-def per_row(x: PackedScores, run: Any, rows: Dim | None = None, columns: Dim | None = None) -> Any:
-    """What `run` makes of the scores of each row, which keeps the last two dims, or exchanges them."""
-    found = [run(row) for row in _rows(x)]
-    ragged = {-2: rows or x.rows, -1: columns or x.columns}
-    return join(found, -1 - found[0].dim(), len(x.rows), ragged, x._like)
+def per_row(x: PackedScores, run: Any) -> Any:
+    """What `run` makes of the scores of each row, whose last two dims stay ragged."""
+    return collect([run(row) for row in _rows(x)], x)
+
+
+def collect(rows: list[Any], x: PackedScores, ragged: int = 2) -> Any:
+    """What came of each row of x, a tensor or several; the last `ragged` dims are as long as each row has them."""
+    if not isinstance(rows[0], Tensor):
+        return type(rows[0])([collect(list(parts), x, ragged) for parts in zip(*rows, strict=True)])
+    if ragged and not len(x.rows):  # the one row stands for none
+        rows = [rows[0][..., :0]]
+    dims = {place: _find_dim([row.shape[place] for row in rows], x, place) for place in range(-ragged, 0)}
+    return join(rows, -1 - rows[0].dim(), len(x.rows), dims, x._like)
+
+
+def _find_dim(sizes: list[int], x: PackedScores, place: int) -> Dim:
+    """The dim of these lengths: one of x, where it is."""
+    lens = sizes[: len(x.rows)]
+    known = (x.rows, x.columns)[:: 1 if place == -2 else -1]
+    found = next((dim for dim in known if dim._host_lens.tolist() == lens), None)
+    return found or x.rows._derive(lambda _: torch.tensor(lens, dtype=torch.int64, device="cpu"))
 
 
 @takes_scores("transpose", "swapaxes", "swapdims")
@@ -211,8 +232,7 @@ def _permute(func: Any, input: Any, *dims: Any) -> Any:
         return input
     if order[0] != -input.ndim or set(order[-2:]) != {-1, -2} or sorted(order) != list(range(-input.ndim, 0)):
         raise refusal(f"order {tuple(given)} of {input.shape}", "the batch stays first, queries and keys last")
-    rows, columns = (input.rows, input.columns) if order[-1] == -1 else (input.columns, input.rows)
-    return per_row(input, lambda row: row.permute(order[1:]), rows, columns)
+    return per_row(input, lambda row: row.permute(order[1:]))
 
 
 @takes_scores("movedim", "moveaxis")
@@ -222,16 +242,6 @@ def _move(func: Any, input: Any, source: Any, destination: Any) -> Any:
     moved = {input.find(to): input.find(d) for d, to in zip(*pairs, strict=True)}
     rest = iter(d for d in range(-input.ndim, 0) if d not in moved.values())
     return _permute(func, input, [moved[d] if d in moved else next(rest) for d in range(-input.ndim, 0)])
-
-
-@takes_scores("flip")
-def _flip(func: Any, input: Any, *dims: Any) -> Any:
-    """Each row from its end, along any dims but the batch."""
-    given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
-    found = [input.find(d) for d in given]
-    if -input.ndim in found:
-        raise refusal(f"along dims {given} of {input.shape}", "take the rows: x.unbind()")
-    return per_row(input, lambda row: row.flip(found))
 
 
 @takes_scores("view_as", "reshape_as")
@@ -335,27 +345,44 @@ def _expand_as(func: Any, input: Any, other: Any) -> Any:
     return _expand(func, input, *other.shape)
 
 
-@takes_scores("unbind", "select", "chunk", "split", "repeat_interleave", "narrow", "index_select")
+_OF_ALL = frozenset({"flip", "roll"})  # which are right along queries and keys too
+
+
+@takes_scores("flip", "roll", "unbind", "select", "chunk", "split", "repeat_interleave", "narrow", "index_select")
 def _of_heads(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Along a dim of heads."""
-    place, name, default = find_dim_parameter(func.__name__)
-    at = place - 1
-    dim = args[at] if len(args) > at else kwargs.pop(name, default)
-    args = (*args[:at], *args[at + 1 :])
-    d = input.find(dim)
-    if d in (-1, -2, -input.ndim):
-        raise refusal(f"along dim {dim} of {input.shape}", "take the rows: x.unbind()")
-    run = getattr(Tensor, func.__name__)
-    rows = [run(row, *args[:at], d, *args[at:], **kwargs) for row in _rows(input)]
-    ragged = {-2: input.rows, -1: input.columns}
-    if isinstance(rows[0], Tensor):
-        return join(rows, -1 - rows[0].dim(), len(input.rows), ragged, input._like)
-    return tuple(join(list(x), -1 - x[0].dim(), len(input.rows), ragged, input._like) for x in zip(*rows, strict=True))
+    """Along dims of heads, or of all but the batch."""
+    if func.__name__ == "flip" and len(args) > 1:
+        args = (args,)
+    given, call = _take_dim(func, args, kwargs)
+    several = isinstance(given, (tuple, list))
+    dims = [input.find(d) for d in (given if several else (given,))]
+    if -input.ndim in dims or (func.__name__ not in _OF_ALL and {-1, -2} & set(dims)):
+        raise refusal(
+            f"along dim {given} of {input.shape}", "index the last two, x[..., a:b], or take rows: x.unbind()"
+        )
+    return collect([call(func, row, dims if several else dims[0]) for row in _rows(input)], input)
+
+
+@takes_scores("repeat", "tile")
+def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
+    """Heads repeated."""
+    given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
+    if len(given) != input.ndim or any(n != 1 for n in (given[0], *given[-2:])):
+        raise refusal(f"{given} of {input.shape}", "repeat heads alone: (1, n, 1, 1)")
+    return per_row(input, lambda row: row.repeat(given[1:]))
+
+
+@takes_scores("pad")
+def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
+    """Each row, of which queries and keys become more or fewer."""
+    if len(pad) > 2 * input.ndim - 2:
+        raise refusal(f"{tuple(pad)} of {input.shape}", "the batch stays")
+    return per_row(input, lambda row: func(row, pad, mode, value))
 
 
 @takes_scores("__getitem__")
 def _index(func: Any, input: Any, key: Any) -> Any:
-    """x[b], a row; x[:, h], x[:, None] and other keys of heads."""
+    """x[b], a row; x[:, h], x[:, None] and other keys of heads; numbers and slices of queries and keys."""
     if not isinstance(input, PackedScores):
         raise refusal("an ordinary tensor is indexed by scores", "use .pad()")
     keys = key if isinstance(key, tuple) else (key,)
@@ -365,9 +392,22 @@ def _index(func: Any, input: Any, key: Any) -> Any:
     used = sum(k is not None and k is not Ellipsis for k in keys)
     whole = slice(None)
     keys = (*keys[:dots], *[whole] * (input.ndim - used), *keys[dots + 1 :])
-    if used > input.ndim or any(k != whole for k in (keys[0], *keys[-2:])):
-        raise WrongValue(f"{key} of {input.shape}; write x[b] for a row, or an index of the dims between")
-    return per_row(input, lambda row: row[keys[1:]])
+    last = keys[-2:]
+    if used > input.ndim or keys[0] != whole or not all(type(k) in (slice, int) for k in last):
+        raise WrongValue(f"{key} of {input.shape}; the batch stays, the last two dims take slices and numbers")
+    rows = [row[(*keys[1:-2], *(_key_of_row(k, b, input) for k in last))] for b, row in enumerate(_rows(input))]
+    return collect(rows, input, sum(isinstance(k, slice) for k in last))
+
+
+def _key_of_row(k: Any, b: int, x: PackedScores) -> Any:
+    """A slice with the sizes of row b where it has ragged ones."""
+
+    def number(n: Any) -> Any:
+        if isinstance(n, RaggedSize) and len(n._dim) == len(x.rows):
+            return (n._dim._host_lens.tolist() or [0])[b]
+        return n
+
+    return slice(*map(number, (k.start, k.stop, k.step))) if isinstance(k, slice) else k
 
 
 @takes_scores("stack")
@@ -378,17 +418,15 @@ def _stack(func: Any, tensors: Any, dim: int = 0) -> Any:
 
 @takes_scores("cat", "concat", "concatenate")
 def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
-    """Along a dim of heads."""
-    first = tensors[0]
-    if not all(isinstance(x, PackedScores) for x in tensors):
-        raise refusal("scores and padded tensors", "compute them of packed queries and keys")
+    """Along heads, queries or keys; ordinary tensors among them are cut to rows."""
+    first = next(x for x in tensors if isinstance(x, PackedScores))
     d = first.find(dim)
-    if d in (-1, -2, -first.ndim):
-        raise refusal(
-            f"along dim {dim} of {first.shape}", "join heads only; keys before the product: torch.cat([k, m], 1)"
-        )
-    for x in tensors[1:]:
-        check_same(first.rows, x.rows)
-        check_same(first.columns, x.columns)
-    rows = [torch.cat(parts, d) for parts in zip(*map(_rows, tensors), strict=True)]
-    return join(rows, -first.ndim, len(first.rows), {-2: first.rows, -1: first.columns}, first._like)
+    if d == -first.ndim:
+        raise refusal(f"along dim {dim} of {first.shape}", "join what the scores are made of")
+    beside = {place: dim for place, dim in ragged_of(first).items() if place != d}
+    for x in tensors:
+        for place, dim in ragged_of(x).items():
+            if place in beside:
+                check_same(beside[place], dim)
+    rows = zip(*(cut(x, -first.ndim, len(first.rows), beside) for x in tensors), strict=True)
+    return collect([torch.cat(parts, d) for parts in rows], first)

@@ -232,6 +232,31 @@ def test_a_batch_that_stays_is_not_taken_for_heads() -> None:
     assert same.unflatten(3, (2, -1)).lens.tolist() == [2, 2]
 
 
+def test_which_of_two_dims_is_the_batch() -> None:
+    """Of rows of one length the sizes fit more than once; values are right either way, lens only one way."""
+    p = make([2, 2], 12)
+    B, T, _ = p.shape
+    assert p.reshape(1, B, T, -1).lens.tolist() == [2, 2]
+    assert p.unsqueeze(0).reshape(1, B, T, 3, 4).lens.tolist() == [2, 2]
+    assert split(p, 3).unsqueeze(0).flatten(1, 2).lens.tolist() == [2] * 6
+    one = make([2], 12)
+    joined = split(one, 3).reshape(3, one.shape[1], 4)
+    assert joined.view(1, 3, joined.shape[1], 4).lens.tolist() == [2]  # heads, since they were joined
+    assert joined.view(1, 3, one.shape[1], 4).lens.tolist() == [2]
+    assert make([2, 2, 2], 4).view(1, 3, one.shape[1], 4).lens.tolist() == [2]  # a size of one row
+
+
+def test_rows_of_one_length_are_no_padding() -> None:
+    """A token that was cut from each row has numbers for its sizes."""
+    p = make(LENS, 6)
+    longer = torch.cat([torch.zeros(4, 2, 6, dtype=D), p], 1)
+    assert torch.equal(longer[:, :2].reshape(4, 2, 6), torch.zeros(4, 2, 6, dtype=D))
+    assert longer[:, :1].view(4, 6).shape == (4, 6)
+    assert make([], 6).view(0, 6).shape == (0, 6)
+    with pytest.raises(TypeError, match="keep the first two"):
+        p[:, :1].view(4, 6)
+
+
 REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("mixed", lambda x, p: x.reshape(4, -1, 3), TypeError, "mixes the batch or the ragged dim with features"),
     ("mixed view", lambda x, p: x.view(4, 2, -1), TypeError, "reshape|view.*mixes|mixes"),

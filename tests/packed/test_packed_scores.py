@@ -209,9 +209,14 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("flat", lambda s, q, o: s.flatten(1), TypeError, "keep the last two"),
     ("batch", lambda s, q, o: s.sum(0), TypeError, "first over the last dim"),
     ("padded values", lambda s, q, o: s @ torch.randn(4, 2, 4, 3, dtype=D), TypeError, "meets a padded one"),
-    ("columns", lambda s, q, o: s[..., :2], ValueError, r"write x\[b\] for a row"),
-    ("sort", lambda s, q, o: s.sort(-1), AttributeError, "sort is not known"),
-    ("topk", lambda s, q, o: torch.topk(s, 1), TypeError, r"topk: .*take its rows, x.unbind\(\)"),
+    ("listed columns", lambda s, q, o: s[..., [0]], ValueError, "the last two dims take slices and numbers"),
+    ("topk", lambda s, q, o: torch.topk(s, 2), ValueError, "topk: .*row"),
+    ("a number", lambda s, q, o: s[..., 1], IndexError, "out of"),
+    ("joined", lambda s, q, o: torch.cat([s, s], 0), TypeError, "along dim 0 .*join what the scores are made of"),
+    ("joined others", lambda s, q, o: torch.cat([s, scores(o, o)], -1), ValueError, "different lens"),
+    ("repeated", lambda s, q, o: s.repeat(1, 1, 2, 1), TypeError, "repeat heads alone"),
+    ("rolled", lambda s, q, o: s.roll(1), TypeError, "roll: "),
+    ("padded", lambda s, q, o: F.pad(s, (0, 0) * 3 + (1, 0)), TypeError, "the batch stays"),
     ("order", lambda s, q, o: s.permute(1, 0, 2, 3), TypeError, "the batch stays first"),
     ("letters", lambda s, q, o: torch.einsum("bhij,bjd", s, q), TypeError, "einsum: .*write all letters"),
     ("no batch", lambda s, q, o: torch.einsum("bhij,bhjd->id", s, heads(q)), TypeError, "sums over the batch"),
@@ -254,17 +259,63 @@ def test_a_ragged_size_makes_scores_of_a_dim_of_size_1():
             refused()
 
 
-def test_scores_are_moved_and_flipped():
-    q, k = make(LENS, 2, 3), make([2, 3, 0, 4], 2, 3)
+# Scores (B, 2, T*, S*) -> scores, a view or values and places, which rows alone give too.
+ON_ROWS: dict[str, Any] = {
+    "moved": lambda x: x.movedim(1, -3).movedim((2, 3), (3, 2)),
+    "flipped": lambda x: x.flip(-1),
+    "flipped heads": lambda x: x.flip(1, 2),
+    "expanded": lambda x: x[:, :1].expand_as(x).view_as(x),
+    "rolled": lambda x: x.roll(1, -1) + x.roll((1, 2), dims=(2, 1)),
+    "repeated": lambda x: x.repeat(1, 3, 1, 1),
+    "sorted": lambda x: x.sort(-1, descending=True),
+    "sorted queries": lambda x: x.sort(2),
+    "sorted heads": lambda x: x.argsort(dim=1),
+    "largest": lambda x: x.max(1),
+    "the best": lambda x: x[:, :, :, :1].topk(1, dim=1),
+    "keys": lambda x: x[..., 1:],
+    "queries": lambda x: x[:, :, :-1],
+    "both, every second": lambda x: x[:, 1, 1::2, :2],
+    "as many as queries": lambda x: x[..., : x.shape[2]],
+    "from there": lambda x: x[..., x.shape[2] :],
+    "more": lambda x: F.pad(x, (1, 0, 0, 2), value=-1.0),
+    "fewer": lambda x: F.pad(x, (0, -1)) if x.shape[0] else x,
+    "joined": lambda x: torch.cat([x, 2 * x], -1).softmax(-1),
+    "joined queries": lambda x: torch.cat([x, x[:, :, 1:]], 2),
+    "a column of zeros": lambda x: torch.cat([torch.zeros(x.shape[0], 2, x.shape[2], 1, dtype=D), x], -1),
+    "normalized": lambda x: F.normalize(x, dim=-1),
+}
+
+
+@pytest.mark.parametrize("name", ON_ROWS)
+@pytest.mark.parametrize(("lens", "of_keys"), [(LENS, [2, 3, 1, 4]), ([2, 2], [2, 2]), ([1], [3]), ([], [])], ids=str)
+def test_what_is_done_to_scores_is_done_to_each_row(name: str, lens: list[int], of_keys: list[int]):
+    program, q, k = ON_ROWS[name], make(lens, 2, 3), make(of_keys, 2, 3)
     scores = torch.einsum("bihd,bjhd->bhij", q, k)
-    for program in (
-        lambda x: x.movedim(1, -3).movedim((2, 3), (3, 2)),
-        lambda x: x.flip(-1),
-        lambda x: x.flip(1, 2),
-        lambda x: x[:, :1].expand_as(x).view_as(x),
-    ):
-        for b, row in enumerate(program(scores).unbind()):
-            assert torch.equal(row, program(scores[b][None])[0])
+    ours, theirs = program(scores), [program(row[None]) for row in scores.unbind()]
+    both = zip(
+        ours if isinstance(ours, tuple) else (ours,),
+        zip(*theirs, strict=True) if isinstance(ours, tuple) else (theirs,),
+        strict=False,
+    )
+    for found, rows in both:
+        torch.testing.assert_close(list(found.unbind()), [row[0] for row in rows])
+        if rows and found.dtype.is_floating_point:
+            loss = torch.stack([(row.sin() * (b + 1)).sum() for b, row in enumerate(found.unbind())]).sum()
+            alone = torch.stack([(row.sin() * (b + 1)).sum() for b, row in enumerate(rows)]).sum()
+            torch.testing.assert_close(
+                *(torch.autograd.grad(x, [q.values, k.values], retain_graph=True) for x in (loss, alone))
+            )
+
+
+def test_one_query_or_key_of_each_row():
+    q, k = make([2, 1, 3], 2, 3), make([2, 4, 1], 2, 3)
+    scores: Any = torch.einsum("bihd,bjhd->bhij", q, k)
+    for b, row in enumerate(scores.unbind()):
+        assert torch.equal(scores[:, :, 0][b], row[:, 0])
+        assert torch.equal(scores[..., -1][b], row[..., -1])
+        assert torch.equal(scores[:, :, 0, -1][b], row[:, 0, -1])
+    assert scores[:, :, -1].lens.tolist() == k.lens.tolist()
+    assert scores[..., 0].lens.tolist() == q.lens.tolist()
 
 
 def test_two_ragged_dims_that_are_not_the_last_are_refused_also_of_equal_rows():
