@@ -9,7 +9,8 @@ the padded one. The result's rows and the gradients of the input and of every pa
 row, are compared with those of the module on every row alone. *unchanged*: they agree. *changed*: they agree with the
 lines that the page shows. *refused*: a call is not taken. *wrong*: anything else.
 
-A pip of that Python finds all: torchaudio, espnet, speechbrain, transformers, without their dependencies. Where
+A pip of that Python finds all: torchaudio, espnet, speechbrain, transformers, einops, and of packages written with that
+conformer, vit_pytorch, perceiver_pytorch and rotary_embedding_torch, without their dependencies. Where
 torchaudio's own library does not load beside torch's CPU build, leave its folder `lib` out: no module needs it.
 """
 
@@ -21,6 +22,7 @@ from typing import Any
 import harness
 import zoo_bench
 import zoo_check
+import zoo_einops
 import zoo_espnet
 import zoo_speechbrain
 import zoo_torch
@@ -34,6 +36,7 @@ LISTS = {
     "transformers": zoo_transformers.MODULES,
     "espnet": zoo_espnet.MODULES,
     "speechbrain": zoo_speechbrain.MODULES,
+    "einops": zoo_einops.MODULES,
 }
 PACKAGES = tuple(LISTS)
 WANTED = 24

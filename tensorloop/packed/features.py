@@ -116,7 +116,9 @@ def _needs_matrix(p: Packed) -> None:
 @handles("to", "type_as")
 def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """In another dtype or on another device; its lens move along."""
+    args = tuple(x.values if is_packed(x) else x for x in args)
+    kwargs = {k: x.values if is_packed(x) else x for k, x in kwargs.items()}
     if not is_packed(input):  # tensor.to(packed): its dtype and device
-        return func(input, *(x.values if is_packed(x) else x for x in args), **kwargs)
-    values = func(input.values, *(x.values if is_packed(x) else x for x in args), **kwargs)
+        return func(input, *args, **kwargs)
+    values = func(input.values, *args, **kwargs)
     return input._with(values, input._dim.to(values.device))

@@ -49,7 +49,7 @@ _ALONG = frozenset(
 # Which do not look at dims, or give no tensor.
 _ALIKE = frozenset(
     {
-        *("to", "type_as", "fill_", "zero_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
+        *("fill_", "zero_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "element_size"),
     }
@@ -224,6 +224,12 @@ def _ctc_loss(func: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Tensor:
     return dispatch(func, (log_probs.packed, *args), kwargs)
 
 
+def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """In another dtype or on another device, which may be those of a view; an ordinary tensor keeps its dims."""
+    out = dispatch(func, unwrap((input, *args)), {k: unwrap(x) for k, x in kwargs.items()})
+    return turn_back(out, layout_of(input)) if isinstance(input, PackedView) else out
+
+
 _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")
 
 
@@ -251,6 +257,7 @@ _ON_VIEWS: dict[str, Handler] = {
     **between.TABLE,
     "scaled_dot_product_attention": _attend,
     "multi_head_attention_forward": _attend_in_heads,
+    **dict.fromkeys(("to", "type_as"), _to),
     "ctc_loss": _ctc_loss,
 }
 

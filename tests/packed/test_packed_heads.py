@@ -223,6 +223,15 @@ def test_sizes_of_rows_are_those_of_their_heads() -> None:
         joined.view(b * t, 3)
 
 
+def test_an_ordinary_tensor_takes_the_dtype_of_a_view_and_keeps_its_dims() -> None:
+    x = split(make(LENS, 6))
+    for shape in ((3,), (4, 3), (2, 4, 3), (4, 1, 4, 3)):
+        table: Any = torch.randn(shape)
+        for found in (table.to(x), table.type_as(x), table.to(tensor=x)):
+            assert torch.equal(found, table.double())
+    assert x.float().to(x).shape == x.float().type_as(other=x).shape == x.shape
+
+
 def test_a_batch_that_stays_is_not_taken_for_heads() -> None:
     p = make([0, 2], 12)
     x = p.movedim(0, 2)  # (T, 12, B)
