@@ -52,16 +52,15 @@ class PretendedKernels:
         own, lanes = self.twins[module]
         assert (launch.groups, launch.lanes) == (own.groups, own.lanes)
         assert launch.shared == (own.scratch if own.local else 0)
-        count = len(launch.words) - (1 if own.local else 2)  # the number of steps, and where scratch lies
+        given = launch.words if own.local else launch.words[:-1]  # without where scratch lies
         if module not in self.loaded:
-            self.loaded[module] = Lanes(lanes.module, lanes.lanes, count)
+            numbers = own.numbers
+            self.loaded[module] = Lanes(lanes.module, lanes.lanes, len(given) - numbers, numbers)
         scratch = torch.full((lanes.scratch + 64,), 0x7F, dtype=torch.uint8, device="cpu")
         begin = scratch.data_ptr() + -scratch.data_ptr() % 64
         with recording.watches[0].one_launch("kernel"):
             for group in self.order.of(lanes.groups):
-                self.loaded[module].group(
-                    launch.words[:count], launch.words[count], begin, group, lambda: self.order.of(lanes.lanes)
-                )
+                self.loaded[module].group(given, begin, group, lambda: self.order.of(lanes.lanes))
 
 
 _started: list[PretendedKernels] = []

@@ -1,6 +1,7 @@
 """What each lane of a group touches between two waits, element by element, and whether lanes meet in it.
 
-It goes by how lanes share units and by where buffers lie, and knows nothing of how waits were planned.
+It goes by how lanes share units and by where buffers lie, and knows nothing of how waits were planned. Arrays have
+`LENGTHS` slots before the first step.
 """
 
 import math
@@ -14,8 +15,10 @@ from tensorloop.compiler.emitter.device.lanes import LaneShare, share_lanes, wal
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
+from tensorloop.compiler.lengths import actual, grows
 
 TURNS = 4
+LENGTHS = (6, 7, 8)
 
 
 class Access(NamedTuple):
@@ -31,7 +34,10 @@ def unneeded_waits(plan: KernelPlan) -> list[str]:
     """Waits of a kernel without which no two lanes meet; AssertionError where they meet although they wait."""
     before, *rest = plan.waits
     asking, leaving, starting = rest
-    parts = [list(_unit(plan, n)) for n in range(len(plan.units))]
+    now = [
+        [n + more * turn for n, more in zip(LENGTHS, plan.step.source.growth, strict=False)] for turn in range(TURNS)
+    ]
+    parts = [[list(_unit(plan, n, lengths)) for n in range(len(plan.units))] for lengths in now]
     assert not _meet(plan, parts, before, *rest), "lanes meet"
     found = []
     for n, waits in enumerate(before):
@@ -48,7 +54,7 @@ def unneeded_waits(plan: KernelPlan) -> list[str]:
 
 def _meet(
     plan: KernelPlan,
-    parts: Sequence[list[Access]],
+    parts: Sequence[Sequence[list[Access]]],
     before: Sequence[bool],
     asking: bool,
     leaving: bool,
@@ -61,24 +67,25 @@ def _meet(
     for one in plan.near.values():
         (point,) = one.load.walks
         share = share_lanes(one.load, one.row, plan.rows, plan.lanes)
-        for lane, index in _elements(plan, share):
+        for lane, index in _elements(plan, share, ()):
             since.all([Access(lane, one.right.buffer, _at(point.writes()[0], index), True)], -1)
     if starting:
         since.clear()
     for turn in range(TURNS):
-        for part, waits in zip(parts, before, strict=True):
+        for part, waits in zip(parts[turn], before, strict=True):
             if waits:
                 since.clear()
             since.all(part, turn)
         if step.going is not None:
             if asking:
                 since.clear()
-            box = _box(step.going, [range(size) for size in step.going.shape])
+            box = _box(step.going, [range(size) for size in step.going.shape], ())
             since.all([Access(lane, step.going.buffer, box, False) for lane in range(plan.lanes)], turn)
     if leaving:
         since.clear()
     for array in step.carry:
-        since.all(_copy(plan, array, array.buffer, writes=False), TURNS)
+        if array.buffer.kind != "array":
+            since.all(_copy(plan, array, array.buffer, writes=False), TURNS)
     return since.met
 
 
@@ -125,6 +132,8 @@ class _Since:
             return "pair", buffer.index, turn % 2
         if buffer.kind in ("out", "sum"):
             return buffer.kind, buffer.index, turn if buffer.kind == "out" else 0
+        if buffer.kind == "array" or buffer in self.plan.grown:
+            return buffer
         return "scratch" if buffer in self.plan.offsets else None
 
 
@@ -137,9 +146,11 @@ def _copy(plan: KernelPlan, array: Array, buffer: Region, *, writes: bool) -> li
     return [Access(n % plan.lanes, buffer, [n], writes) for n in range(count)]
 
 
-def _box(array: Array, ranges: Sequence[Sequence[int]], more: Sequence[tuple[int, int]] = ()) -> list[int]:
+def _box(
+    array: Array, ranges: Sequence[Sequence[int]], lengths: Sequence[int], more: Sequence[tuple[int, int]] = ()
+) -> list[int]:
     """The elements at these indices; `more` are further sizes and strides."""
-    found = torch.tensor([array.offset])
+    found = torch.tensor([actual(array.offset, lengths)])
     dims = [*((list(one), step) for one, step in zip(ranges, array.strides, strict=True))]
     dims += [(list(range(size)), step) for size, step in more]
     for numbers, step in dims:
@@ -147,17 +158,17 @@ def _box(array: Array, ranges: Sequence[Sequence[int]], more: Sequence[tuple[int
     return found.tolist()
 
 
-def _unit(plan: KernelPlan, n: int) -> Iterator[Access]:
-    """What each lane touches in a unit."""
+def _unit(plan: KernelPlan, n: int, lengths: Sequence[int]) -> Iterator[Access]:
+    """What each lane touches in a unit, where arrays are so long."""
     unit, share, dim = plan.units[n], plan.shares[n], plan.dims[n]
     if share.by == "first":
         for array in (*unit.reads(), *unit.writes()):
-            whole = _box(array, [range(size) for size in array.shape])
+            whole = _box(array, [range(size) for size in actual(array.shape, lengths)], lengths)
             yield Access(0, array.buffer, whole, array in unit.writes())
         return
-    for lane, index in _elements(plan, share):
+    for lane, index in _elements(plan, share, lengths):
         if isinstance(unit, WalkGroup):
-            yield from _walk(plan, unit, share, lane, index, dim)
+            yield from _walk(plan, unit, share, lane, index, dim, lengths)
         elif isinstance(unit, Matmul):
             yield from _product(plan, unit, share, lane, index, dim)
         else:
@@ -165,20 +176,24 @@ def _unit(plan: KernelPlan, n: int) -> Iterator[Access]:
             array = unit.index if isinstance(unit, Scatter) else unit.array
             line = {**index, unit.dim: range(array.shape[unit.dim])}
             for one in unit.reads():
-                yield Access(lane, one.buffer, _at(one, {**line, unit.dim: range(one.shape[unit.dim])}), False)
-            out = {**line, unit.dim: range(unit.out.shape[unit.dim])}
-            yield Access(lane, unit.out.buffer, _at(unit.out, out), True)
+                here = {**line, unit.dim: range(actual(one.shape[unit.dim], lengths))}
+                yield Access(lane, one.buffer, _at(one, here, lengths), False)
+            here = {**line, unit.dim: range(actual(unit.out.shape[unit.dim], lengths))}
+            yield Access(lane, unit.out.buffer, _at(unit.out, here, lengths), True)
 
 
-def _at(array: Array, index: dict[int, range], more: Sequence[tuple[int, int]] = ()) -> list[int]:
-    return _box(array, [index[d] for d in range(len(array.shape))], more)
+def _at(
+    array: Array, index: dict[int, range], lengths: Sequence[int] = (), more: Sequence[tuple[int, int]] = ()
+) -> list[int]:
+    return _box(array, [index[d] for d in range(len(array.shape))], lengths, more)
 
 
-def _elements(plan: KernelPlan, share: LaneShare) -> Iterator[tuple[int, dict[int, range]]]:
+def _elements(plan: KernelPlan, share: LaneShare, lengths: Sequence[int]) -> Iterator[tuple[int, dict[int, range]]]:
     """The first lane that has an element of the first group, and the element."""
-    sizes = list(share.sizes)
+    sizes = list(actual(share.sizes, lengths))
     if share.rows and plan.rows is not None:
-        sizes[0] = sizes[0] * plan.rows.share // plan.rows.count
+        n = int(grows(share.sizes))
+        sizes[n] = sizes[n] * plan.rows.share // plan.rows.count
     for number in range(math.prod(sizes)):
         index, rest = {}, number
         for d, size in reversed([*zip(share.order, sizes, strict=True)]):
@@ -188,25 +203,32 @@ def _elements(plan: KernelPlan, share: LaneShare) -> Iterator[tuple[int, dict[in
 
 
 def _walk(
-    plan: KernelPlan, unit: WalkGroup, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
+    plan: KernelPlan,
+    unit: WalkGroup,
+    share: LaneShare,
+    lane: int,
+    index: dict[int, range],
+    dim: int | None,
+    lengths: Sequence[int],
 ) -> Iterator[Access]:
+    space = actual(unit.space, lengths)
     reduced = [d for d in walking_order(unit, dim) if d in unit.over]
-    for number in range(math.prod(unit.space[d] for d in reduced)):
+    for number in range(math.prod(space[d] for d in reduced)):
         here, rest = dict(index), number
         for d in reversed(reduced):
-            rest, place = divmod(rest, unit.space[d])
+            rest, place = divmod(rest, space[d])
             here[d] = range(place, place + 1)
         for walk in unit.walks:
             for array in walk.reads():
-                more = zip(walk.sizes, walk.steps, strict=True) if _gathers(walk, array) else ()
+                more = zip(actual(walk.sizes, lengths), walk.steps, strict=True) if _gathers(walk, array) else ()
                 if array.buffer.kind != "scratch" or array.buffer in plan.stored:
-                    yield Access(lane + number % share.team, array.buffer, _at(array, here, [*more]), False)
+                    yield Access(lane + number % share.team, array.buffer, _at(array, here, lengths, [*more]), False)
             if not isinstance(walk, Reduce) and (walk.out.buffer.kind != "scratch" or walk.out.buffer in plan.stored):
-                yield Access(lane + number % share.team, walk.out.buffer, _at(walk.out, here), True)
+                yield Access(lane + number % share.team, walk.out.buffer, _at(walk.out, here, lengths), True)
     first = {d: index.get(d, range(1)) for d in range(len(unit.space))}
     for walk in unit.walks:
         if isinstance(walk, Reduce):
-            yield Access(lane, walk.out.buffer, _at(walk.out, first), True)
+            yield Access(lane, walk.out.buffer, _at(walk.out, first, lengths), True)
 
 
 def _gathers(walk: object, array: Array) -> TypeGuard[Gather]:

@@ -19,10 +19,11 @@ from tensorloop.compiler.emitter.device.devices import Coroutines
 from tensorloop.compiler.emitter.device.kernel import write_text
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.lowered import lowered
+from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.cpu import guard_text
 from tensorloop.compiler.targets.cpu.host import host, llvm
-from tensorloop.compiler.targets.given import OUT_OF_RANGE, NeededTensors, lay_out
+from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, lay_out
 
 ORDERS = ("as is", "turned", "random")
 
@@ -30,7 +31,9 @@ ORDERS = ("as is", "turned", "random")
 class Lanes:
     """A module of `Coroutines`, compiled."""
 
-    def __init__(self, module: str, lanes: int, arguments: int, level: int = 1, guarded: bool = False) -> None:
+    def __init__(
+        self, module: str, lanes: int, arguments: int, numbers: int = 1, level: int = 1, guarded: bool = False
+    ) -> None:
         binding, here = llvm(), host()
         self.lines: list[str] = []
         if guarded:  # what lies in the module itself is a region too, so it has a name outside
@@ -47,7 +50,7 @@ class Lanes:
         self._engine = binding.create_mcjit_compiler(parsed, machine)
         self._engine.finalize_object()
         at, place, word = self._engine.get_function_address, ctypes.c_void_p, ctypes.c_int64
-        self._run = ctypes.CFUNCTYPE(place, *[place] * arguments, word, place, word, word)(at("run"))
+        self._run = ctypes.CFUNCTYPE(place, *[place] * arguments, *[word] * numbers, place, word, word)(at("run"))
         self._resume, self._destroy = (ctypes.CFUNCTYPE(None, place)(at(name)) for name in ("resume", "destroy"))
         self._done = ctypes.CFUNCTYPE(word, place)(at("done"))
         if guarded:
@@ -69,9 +72,9 @@ class Lanes:
             line = self.lines[block[3] - 1].strip()
             raise AssertionError(f"{block[0]} accesses out of bounds, the first of {block[2]} bytes by: {line}")
 
-    def group(self, addresses: Sequence[int], steps: int, scratch: int, group: int, turn: Callable[[], Any]) -> None:
+    def group(self, given: Sequence[int], scratch: int, group: int, turn: Callable[[], Any]) -> None:
         """Runs one group to its end; `turn` says in which order lanes go to their next wait."""
-        handles = {lane: self._run(*addresses, steps, scratch, lane, group) for lane in turn()}
+        handles = {lane: self._run(*given, scratch, lane, group) for lane in turn()}
         while not self._done(handles[0]):
             for lane in turn():
                 assert not self._done(handles[lane]), "a lane has ended while others wait"
@@ -124,15 +127,22 @@ class LanesCore:
         )
         self._needed = NeededTensors(step, roles, "cpu")
         count = sum(map(len, roles)) + len(self.kernels.constants) + len(self.text.packed) + len(step.carry) + 1
-        self._loaded = Lanes(self.text.module, lanes, count, guarded=guarded)
+        count += bool(self.text.growing)
+        self._loaded = Lanes(self.text.module, lanes, count, self.text.numbers, guarded=guarded)
         self._guarded = guarded
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
-        steps, invariants, sequences, carry, outs, sums, _ = call = self._needed.as_numbers(call)
+        steps, invariants, sequences, carry, outs, sums, lengths = call = self._needed.as_numbers(call)
         text, step = self.text, self.kernels
-        last = [torch.empty(x.shape, dtype=x.dtype, device="cpu") for x in step.carry]
+        pairs = [*zip(step.carry, carry, strict=True)]
+        last = [
+            x if one.buffer.kind == "array" else torch.empty(one.shape, dtype=one.dtype, device="cpu")
+            for one, x in pairs
+        ]
         if steps <= 0:
-            return [new.copy_(x.detach()) for new, x in zip(last, carry, strict=True)], 0
+            return [new if new is x else new.copy_(x.detach()) for new, x in zip(last, carry, strict=True)], 0
+        if not self.fits(steps, lengths):
+            raise IndexError(NO_SLOT)
         self._needed.check(call)
         laid = [lay_out(x.detach(), one.shape, one.strides) for x, one in zip(invariants, step.invariants, strict=True)]
         fixed = {"invariant": laid, "constant": step.constants}
@@ -144,16 +154,18 @@ class LanesCore:
         for n in text.apart:
             totals[n] = torch.zeros((text.groups, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
         status = torch.zeros(2, dtype=torch.int64, device="cpu")
-        given = [*sequences, *carry]
+        grown = torch.full((text.grown(steps, lengths, step.source.growth),), 0x7F, dtype=torch.uint8, device="cpu")
         parts = [
             *laid,
             *step.constants,
             *packed,
-            *(x.detach().contiguous() for x in given),
+            *(x.detach().contiguous() for x in sequences),
+            *(x.detach() if x is new else x.detach().contiguous() for x, new in zip(carry, last, strict=True)),
             *outs,
             *totals,
             *last,
             status,
+            *([grown] if text.growing else []),
         ]
         # What nobody has written shows: it is no number, or a large one.
         scratch = torch.full((text.groups * text.scratch + 64,), 0x7F, dtype=torch.uint8, device="cpu")
@@ -162,7 +174,7 @@ class LanesCore:
             addresses = [x.data_ptr() for x in parts]
             place = begin + group * text.scratch
             block = self._loaded.guard(self._regions(parts, place)) if self._guarded else None
-            self._loaded.group(addresses, steps, place, group, lambda: self.order.of(text.lanes))
+            self._loaded.group([*addresses, steps, *lengths], place, group, lambda: self.order.of(text.lanes))
             if block is not None:
                 self._loaded.said(block)
         if int(status[1]):
@@ -179,8 +191,10 @@ class LanesCore:
         return [(place, place + text.scratch, 1), *found]
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
-        """Whether so many steps stay in their memory: sizes are known, and they do."""
-        return True
+        """Whether so many steps stay in their memory, where arrays are this long before the first one."""
+        growth = self.kernels.source.growth
+        last = [n + more * (steps - 1) for n, more in zip(lengths, growth, strict=True)]
+        return all_hold(self.text.bounds, (lengths, last))
 
     def stepping(self, invariants: Sequence[Tensor]) -> "LanesCore":
         """This core: nothing is prepared."""

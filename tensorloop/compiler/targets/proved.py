@@ -15,7 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._common.closeness import CLOSE
-from tensorloop.compiler.lengths import grows
+from tensorloop.compiler.lengths import actual, grows, shape_of
 from tensorloop.compiler.operations import values_of
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed
 
@@ -63,6 +63,8 @@ class Proved:
         # A number that was a float32 on its way is not as close as the float64 that it became.
         self._close = max((_bound(x.dtype) for n in step.graph.nodes for x in values_of(n)), default=0.0)
         self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
+        self._slots = [shape_of(n)[0] if grows(n) else None for n in step.carry]
+        self._growth = step.growth
         self._left = list(core.trials)
         self._failed = False
         self._deciding = threading.RLock()
@@ -132,9 +134,9 @@ class Proved:
     def _fault(self, call: CoreCall, trial: Trial) -> str:
         """What the core does otherwise than the eager one, in a few words; empty if nothing."""
         steps = min(call.steps, trial.steps)
-        expected = _run(self._eager, self._copied(call, steps))
+        expected = self._run(self._eager, self._copied(call, steps))
         try:
-            found = _run(self._core, self._copied(call, steps))
+            found = self._run(self._core, self._copied(call, steps))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a driver's, a compiler's
@@ -143,8 +145,15 @@ class Proved:
         if not fault or found.done != expected.done:
             return fault
         # A loop that magnifies roundings has no one result: it may differ as far as it does from itself.
-        moved = _run(self._eager, self._copied(call, steps, rounded=True))
+        moved = self._run(self._eager, self._copied(call, steps, rounded=True))
         return _difference(found, expected, moved if moved.done == expected.done else None, self._close, self._reverse)
+
+    def _run(self, core: Core, call: CoreCall) -> Run:
+        """What a core gives; of arrays the slots that there are, as the memory behind them may be anything."""
+        last, done = core(call)
+        lengths = [n + more * done for n, more in zip(call.lengths, self._growth, strict=True)]
+        filled = [x if size is None else x[: actual(size, lengths)] for x, size in zip(last, self._slots, strict=True)]
+        return Run(filled, done, call.outs, call.sums)
 
     def _copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
         """The first steps of a call in memory of their own; outs are such that one sees which are not written."""
@@ -163,10 +172,6 @@ class Proved:
 
 def _bound(dtype: torch.dtype) -> float:
     return CLOSE.get(dtype, torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
-
-
-def _run(core: Core, call: CoreCall) -> Run:
-    return Run(*core(call), call.outs, call.sums)
 
 
 def _rounded(x: Tensor) -> Tensor:

@@ -63,8 +63,8 @@ class Device(Protocol):
         """Bytes of scratch that the device's own text needs."""
         ...
 
-    def module(self, code: Code, arguments: Sequence[str], lanes: int, local: bool) -> str:
-        """The module around a kernel's lines."""
+    def module(self, code: Code, arguments: Sequence[str], numbers: Sequence[str], lanes: int, local: bool) -> str:
+        """The module around a kernel's lines, which is given addresses and numbers."""
         ...
 
 
@@ -145,14 +145,14 @@ class Nvptx:
         """None: values go from register to register."""
         return 0
 
-    def module(self, code: Code, arguments: Sequence[str], lanes: int, local: bool) -> str:
+    def module(self, code: Code, arguments: Sequence[str], numbers: Sequence[str], lanes: int, local: bool) -> str:
         """One kernel; its shared memory has the size that the launch says."""
         for name in code.declared:
             if name.startswith("llvm.") and name.split(".")[1] not in {*_KNOWN, "nvvm"}:
                 raise Unsupported(f"{name}, which no device has")
         if any(" = frem " in text for text in code.text):
             raise Unsupported("a remainder that is not written out")
-        given = [*(f"ptr {name}" for name in arguments), "i64 %steps", *([] if local else ["ptr %scratch.all"])]
+        given = [*_typed(arguments, numbers), *([] if local else ["ptr %scratch.all"])]
         # Without the number of threads the compiler allows for a block of 1,024, and so for 64 registers a thread.
         return "\n".join([
             f'target triple = "{self.machine.triple}"',
@@ -215,9 +215,9 @@ class Coroutines:
         """Eight bytes a lane, for what is shuffled."""
         return 8 * lanes
 
-    def module(self, code: Code, arguments: Sequence[str], lanes: int, local: bool) -> str:
+    def module(self, code: Code, arguments: Sequence[str], numbers: Sequence[str], lanes: int, local: bool) -> str:
         """A coroutine, and what resumes and ends one."""
-        given = [*(f"ptr {name}" for name in arguments), "i64 %steps", "ptr %scratch", "i64 %lane", "i64 %group"]
+        given = [*_typed(arguments, numbers), "ptr %scratch", "i64 %lane", "i64 %group"]
         return "\n".join([
             f'target triple = "{self.machine.triple}"',
             *sorted(code.declared.values()),
@@ -225,6 +225,10 @@ class Coroutines:
             *code.text,
             _COROUTINE,
         ])  # fmt: skip
+
+
+def _typed(arguments: Sequence[str], numbers: Sequence[str]) -> list[str]:
+    return [*(f"ptr {name}" for name in arguments), *(f"i64 {name}" for name in numbers)]
 
 
 _COROUTINE = """  %state.last = call i8 @llvm.coro.suspend(token none, i1 true)

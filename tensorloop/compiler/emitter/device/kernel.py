@@ -5,6 +5,7 @@ Scratch memory is the group's own, with room for its rows alone.
 """
 
 import dataclasses
+from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_ARGUMENTS, Device
 from tensorloop.compiler.emitter.device.kernel_body import KernelBody, Names
@@ -19,8 +20,11 @@ from tensorloop.compiler.emitter.write.fuse import (
     Unit,
     WalkGroup,
 )
-from tensorloop.compiler.lengths import Length
+from tensorloop.compiler.emitter.write.scratch import line
+from tensorloop.compiler.lengths import Length, Size, actual
 from tensorloop.compiler.step import Unsupported
+
+SLOTS = 256  # that an array is taken to have where a step's operations are counted
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -29,8 +33,9 @@ class DeviceText:
 
     The kernel `run` takes addresses, in this order: invariants in the layouts of the step, constants, dense copies of
     `packed`, sequences, carry, outs, sums, the last carry, and two words of status (steps done; whether an index was
-    out of range), zero before; then the number of steps, an i64 of at least one; then, unless scratch is `local`,
-    the address of `groups` times `scratch` bytes.
+    out of range), zero before; if anything is `growing`, of as many bytes as `grown` says; then the number of steps, an
+    i64 of at least one, and the lengths of arrays before the first one; then, unless scratch is `local`, the address of
+    `groups` times `scratch` bytes.
 
     Args:
         module: LLVM's text.
@@ -50,6 +55,9 @@ class DeviceText:
         asks: whether a loop may end before its last step.
         traffic: bytes that it moves.
         bounds: conditions on lengths of arrays, as those of `LoopText`.
+        numbers: that of steps, and of lengths.
+        growing: bytes of scratch that is as long as arrays, and how many of each there are: one of all groups where it
+            has rows.
     """
 
     module: str
@@ -67,6 +75,13 @@ class DeviceText:
     asks: bool
     traffic: Traffic
     bounds: tuple[Length, ...] = ()
+    growing: tuple[tuple[int, Size], ...] = ()
+    numbers: int = 1
+
+    def grown(self, steps: int, lengths: Sequence[int], growth: Sequence[int]) -> int:
+        """Returns the bytes of what is as long as arrays, where these are so long before the first of some steps."""
+        longest = [n + max(0, more) * (steps - 1) for n, more in zip(lengths, growth, strict=True)]
+        return sum(count * line(actual(size, longest)) for count, size in self.growing)
 
 
 def device_text(step: LoweredStep, device: Device) -> DeviceText:
@@ -79,7 +94,7 @@ def write_text(plan: KernelPlan) -> DeviceText:
     step = plan.step
     for n, one in enumerate(plan.packed.values()):
         one.buffer.index = n
-    code, names = Code(), Names(step, len(plan.packed))
+    code, names = Code(), Names(step, len(plan.packed), bool(plan.grown))
     if len(names.all) > MOST_ARGUMENTS:
         raise Unsupported(f"{len(names.all)} tensors, of which a kernel takes at most {MOST_ARGUMENTS}")
     groups = 1 if plan.rows is None else plan.rows.groups
@@ -88,13 +103,13 @@ def write_text(plan: KernelPlan) -> DeviceText:
     apart = tuple(n for n in range(len(step.sums)) if plan.is_apart(n))
     idle = [type(unit).__name__ for unit, share in zip(plan.units, plan.shares, strict=True) if share.by == "first"]
     return DeviceText(
-        plan.device.module(code, names.all, plan.lanes, plan.local),
+        plan.device.module(code, names.all, names.numbers, plan.lanes, plan.local),
         plan.lanes,
         groups,
         plan.scratch,
         plan.local,
         0 if plan.rows is None else plan.rows.count,
-        sum(map(operations_of, plan.units)),
+        sum(operations_of(unit, SLOTS) for unit in plan.units),
         plan.waits.a_step,
         apart,
         tuple(plan.packed),
@@ -103,6 +118,8 @@ def write_text(plan: KernelPlan) -> DeviceText:
         step.going is not None,
         traffic(plan),
         tuple(plan.bounds),
+        tuple((1 if plan.has_rows(one) else groups, one.bytes) for one in plan.grown),
+        len(names.numbers),
     )
 
 

@@ -12,6 +12,7 @@ from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Matrix, Scatter
+from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write import in_order
 from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
@@ -22,11 +23,13 @@ from tensorloop.compiler.emitter.write.fuse import (
 from tensorloop.compiler.emitter.write.matrices import Matrices
 from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 
+GROWN = "%grown"  # where scratch begins that is as long as arrays
+
 
 class Names:
-    """Names of the kernel's addresses, in their order."""
+    """Names of the kernel's addresses and of its numbers, in their order."""
 
-    def __init__(self, step: LoweredStep, packed: int) -> None:
+    def __init__(self, step: LoweredStep, packed: int, grown: bool) -> None:
         counts = {
             "invariant": len(step.invariants),
             "constant": len(step.constants),
@@ -38,7 +41,8 @@ class Names:
             "last": len(step.carry),
         }
         self.of = {(kind, n): f"%{kind}.{n}" for kind, count in counts.items() for n in range(count)}
-        self.all = [*self.of.values(), "%status"]
+        self.all = [*self.of.values(), "%status", *([GROWN] if grown else [])]
+        self.numbers = ["%steps", *(f"%start.{n}" for n in range(len(step.source.growth)))]
 
 
 class LaneMemory(Memory):
@@ -71,7 +75,7 @@ class KernelBody:
         for n, array in enumerate(step.sums):
             if self.plan.is_apart(n):
                 names["sum", n] = code.pointer(names["sum", n], code.times("%group", array.buffer.bytes))
-        places = {buffer: self._scratch(buffer, at) for buffer, at in self.plan.offsets.items()}
+        places = {buffer: self._scratch(buffer, at) for buffer, at in self.plan.offsets.items()} | self._grown()
         self._load(places)
         if waits.starting:
             self.device.wait(code)
@@ -136,6 +140,26 @@ class KernelBody:
             self.shifts[size] = code.times(self.low, -size)
         return code.pointer(place, self.shifts[size])
 
+    def _grown(self) -> dict[Region, str]:
+        """Where scratch lies that is as long as the longest arrays: all rows of a slot, or what a group has alone."""
+        code, places, at = self.code, dict[Region, str](), "%grown"
+        most = [self._longest(k, more) for k, more in enumerate(self.step.source.growth)]
+        for buffer in self.plan.grown:
+            size = growing.line(code, most, buffer)
+            own = self.rows is not None and not self.plan.has_rows(buffer)
+            groups = self.rows.groups if own and self.rows is not None else 1
+            places[buffer] = code.pointer(at, code.op(f"mul i64 %group, {size}", "i64").text) if own else at
+            at = code.pointer(at, code.times(size, groups))
+        code.lengths = []  # those of a step are known in it
+        return places
+
+    def _longest(self, k: int, more: int) -> str:
+        """How long an array is at the step at which it is longest."""
+        if more <= 0:
+            return f"%start.{k}"
+        after = self.code.op("sub i64 %steps, 1", "i64").text
+        return self.code.op(f"add i64 %start.{k}, {self.code.times(after, more)}", "i64").text
+
     def _pairs(self) -> dict[int, tuple[str, str]]:
         """Two places for each carry that has none in an output."""
         made, offset = {}, 0
@@ -168,8 +192,13 @@ class KernelBody:
         """Where everything lies at this step."""
         code, step = self.code, self.step
         index = code.op("sub i64 %last.step, %turn", "i64").text if step.source.reverse else "%turn"
+        growing.at_step(code, step.source.growth)
+        names |= {("array", n): self.given["first", n] for n in range(len(step.carry))}
         for kind, arrays in (("sequence", step.sequences), ("out", step.outs)):
             for n, array in enumerate(arrays):
+                if array.buffer.kind == "prefix":
+                    names["prefix", n] = self.given[kind, n]
+                    continue
                 size = array.numel * array.dtype.itemsize
                 names[kind, n] = code.pointer(self.given[kind, n], code.times(index, size))
         pointers = Pointers(names)
@@ -235,6 +264,8 @@ class KernelBody:
         with code.when(code.binary("and", self.leads, self.first_group)):
             code.line(f"store i64 {done}, ptr %status, align 8")
         for n, array in enumerate(self.step.carry):
+            if array.buffer.kind == "array":
+                continue
             own = self.rows is None or self.plan.has_rows(array.buffer)
             with contextlib.nullcontext() if own else code.when(self.first_group):
                 self._copy(array, after[n], self.given["last", n])

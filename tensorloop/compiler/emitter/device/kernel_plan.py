@@ -4,12 +4,12 @@ import math
 from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
-from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, share_lanes
+from tensorloop.compiler.emitter.device.lanes import MANY, GroupRows, LaneShare, share_lanes
 from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, carry_beside_outs, near_matrices, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
 from tensorloop.compiler.emitter.device.waits import WaitPlanner
 from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
-from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Point
+from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Point, Scatter
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
@@ -26,6 +26,7 @@ from tensorloop.compiler.emitter.write.matmul import turn_product
 from tensorloop.compiler.emitter.write.matrices import work_of
 from tensorloop.compiler.emitter.write.rows import share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
+from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported
 
 ENOUGH_LANES = 256  # of a group, where nobody says how many: more wait longer for each other than they gain
@@ -73,6 +74,9 @@ class KernelPlan:
             self.offsets, self.scratch = self._place()
         self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
         self.packed = _packed(self.units)
+        buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
+        grown = [one for one in buffers if one.kind == "scratch" and one in self.stored]
+        self.grown = [one for one in grown if isinstance(one.numel, Length)]
 
     def _rows(self) -> GroupRows | None:
         """What each group has of the rows; None where one group has all."""
@@ -90,8 +94,7 @@ class KernelPlan:
             most = 1
             for unit, dim in zip(self.units, self.dims, strict=True):
                 part = self.rows.share / self.rows.count if self.rows is not None and dim is not None else 1
-                size = math.prod(unit.space) if isinstance(unit, WalkGroup | Matrix) else unit.writes()[0].numel
-                most = max(most, math.ceil(part * size))
+                most = max(most, math.ceil(part * _elements_of(unit)))
             lanes = min(ENOUGH_LANES, -(-most // WARP) * WARP)
         if not 0 < lanes <= MOST_LANES:
             raise Unsupported(f"{lanes} lanes of a group, of which there are at most {MOST_LANES}")
@@ -141,7 +144,7 @@ class KernelPlan:
         step, first, last = self.step, list[LaneTouch](), list[LaneTouch]()
         touches = LaneTouches(self.lanes, self.rows, self.stored)
         for n, array in enumerate(step.carry):
-            if array.numel:
+            if array.numel and array.buffer.kind != "array":  # which stays where it is
                 after, share = step.next[n], self.whole(array)
                 if n in self.pairs:
                     first.append(touches.copy(_same(after.buffer, array), share, writes=True))
@@ -169,9 +172,14 @@ def _refuse(step: LoweredStep) -> None:
     """Raises where a step has what no device text has a form of."""
     if step.called:
         raise Unsupported(f"{step.called[0].target}, which torch does", step.called[0])
-    arrays = (*step.carry, *step.sequences)
-    if step.source.growth or any(array.buffer.kind in ("array", "prefix") for array in arrays):
-        raise Unsupported("a TensorArray in the carry")
+
+
+def _elements_of(unit: Unit) -> int:
+    """How many a unit makes; along an array there are enough for all lanes."""
+    if isinstance(unit, Scatter):
+        return unit.source.numel
+    size = math.prod(unit.space) if isinstance(unit, WalkGroup | Matrix) else unit.writes()[0].numel
+    return MANY if isinstance(size, Length) else size
 
 
 def _packed(units: Sequence[Unit]) -> dict[Array, Array]:

@@ -65,13 +65,16 @@ class LaneWalk(WalkBody):
         number = code.op(f"lshr i64 %lane, {team.bit_length() - 1}", "i64").text
         teams = self.lanes_a_group // team
         first = code.add(elements.start, number)
+        whole = code.sized(math.prod(lengths))
         # All lanes make as many turns, for values go from lane to lane in each: one without an element has nothing to
         # add up.
-        with code.loop(0, -(-elements.most // teams)) as turn:
+        with code.loop(0, elements.turns(teams)) as turn:
             at = code.add(first, code.times(turn.index, teams))
             inside = code.op(f"icmp slt i64 {at}, {elements.stop}", "i1")
-            length = code.op(f"select i1 {inside.text}, i64 {math.prod(lengths)}, i64 0", "i64").text
-            index = self._index(split_index(code, at, elements.sizes))
+            places, there = elements.at(at)
+            inside = inside if there is None else code.binary("and", inside, there)
+            length = code.op(f"select i1 {inside.text}, i64 {whole}, i64 0", "i64").text
+            index = self._index(places)
             with code.loop(own, length, team, self.begin()) as loop:
                 for d, place in zip(self.reduced, split_index(code, loop.index, lengths), strict=True):
                     index[d] = place

@@ -1,17 +1,20 @@
 """How a group's lanes share a unit: which elements each has, and the loop over them."""
 
+import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
 from tensorloop.compiler.emitter.device.devices import WARP
-from tensorloop.compiler.emitter.ir.code import Code, Index
+from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.walk_body import order_of
+from tensorloop.compiler.lengths import Length, Size
 
 TALL = 8  # rows of a product that a lane does at once: each element of b is read once for them
 LONG = 16  # elements of a reduction that several lanes share however many results there are
+MANY = 1 << 20  # that there may be along an array
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,8 +35,10 @@ class GroupRows:
 class LaneShare:
     """Element n of the dims `order`, the outermost first, is lane n's, modulo the lanes of a group.
 
+    A dim as long as an array comes first: then a lane's elements of one slot are the same at every length.
+
     by: "walk", "product", "lines" (each along `unit.dim`), or "first" where the first lane does all of it.
-    rows: whether the first dim is that of rows, of which a group has its own.
+    rows: whether the first dim, or the one behind that of slots, is that of rows, of which a group has its own.
     count: elements of a group, at most.
     team: lanes that share one element of a reduction, each a part of what is summed up.
     tall: rows of a product that are one element.
@@ -41,9 +46,9 @@ class LaneShare:
 
     by: str
     order: tuple[int, ...] = ()
-    sizes: tuple[int, ...] = ()
+    sizes: tuple[Size, ...] = ()
     rows: bool = False
-    count: int = 1
+    count: Size = 1
     team: int = 1
     tall: int = 1
 
@@ -66,7 +71,9 @@ def _made(
 ) -> LaneShare:
     has_rows = rows is not None and row is not None and row in order
     sizes = tuple(space[d] for d in order)
-    inner = math.prod(sizes[1:]) * rows.share if has_rows and rows is not None else math.prod(sizes)
+    inner = math.prod(sizes)
+    if has_rows and rows is not None:
+        inner = math.prod(space[d] for d in order if d != row) * rows.share
     # A unit that has rows in dims of another kind (a product that sums over them) is walked whole by each group.
     return LaneShare(by, tuple(order), sizes, has_rows, inner, **more)
 
@@ -76,8 +83,9 @@ def _rows_first(order: list[int], row: int | None) -> list[int]:
 
 
 def walking_order(unit: WalkGroup, row: int | None) -> list[int]:
-    """Dims as they lie in memory, those of rows first."""
-    return _rows_first(order_of(unit), row)
+    """Dims as they lie in memory, those of rows first, and before them one as long as an array."""
+    order = _rows_first(order_of(unit), row)
+    return sorted(order, key=lambda d: not isinstance(unit.space[d], Length))
 
 
 def _walk(unit: WalkGroup, row: int | None, rows: GroupRows | None, lanes: int) -> LaneShare:
@@ -85,7 +93,8 @@ def _walk(unit: WalkGroup, row: int | None, rows: GroupRows | None, lanes: int) 
     made = _made("walk", kept, unit.space, row, rows)
     if not unit.over:
         return made
-    length = math.prod(unit.space[d] for d in unit.over)
+    length: Size = math.prod(unit.space[d] for d in unit.over)
+    length = MANY if isinstance(length, Length) else length
     near = all(any(walk.array.strides[d] == 1 for d in unit.over) for walk in unit.walks if isinstance(walk, Reduce))
     most = min(WARP, lanes)
     if near and length >= LONG:  # neighbouring lanes read neighbours in memory
@@ -116,7 +125,7 @@ def _product(unit: Matmul, row: int | None, rows: GroupRows | None, lanes: int) 
     return dataclasses.replace(made, sizes=sizes, count=made.count // tall, tall=tall)
 
 
-def split_index(code: Code, number: Index, sizes: Sequence[int]) -> list[Index]:
+def split_index(code: Code, number: Index, sizes: Sequence[Size]) -> list[Index]:
     """An element's number as an index of dims from the outermost on."""
     index: list[Index] = [0] * len(sizes)
     # Division takes a device four times as long where it is of eight bytes.
@@ -141,27 +150,61 @@ def split_index(code: Code, number: Index, sizes: Sequence[int]) -> list[Index]:
 
 
 class Elements:
-    """The elements of a group: numbers `start` to `stop`, names or known, `most` of them at most."""
+    """The elements of a group: numbers `start` to `stop`, names or known, `most` of them at most.
 
-    def __init__(self, code: Code, sizes: Sequence[int], rows: tuple[Index, Index] | None, most: int) -> None:
+    Of what is as long as an array each slot has `inner` numbers, of which those behind a group's last row are none.
+    """
+
+    def __init__(self, code: Code, sizes: Sequence[Size], rows: tuple[Index, Index] | None, most: Size) -> None:
         self.code, self.sizes, self.most = code, sizes, most
+        self.low: Index = 0
+        self.inner, self.high = 0, None
+        if isinstance(most, Length):
+            slots = sizes[0]
+            self.inner = most.scale // slots.scale  # pyright: ignore[reportAttributeAccessIssue]
+            self.start, self.stop = 0, code.sized(most)
+            if rows is not None:
+                self.low, self.high = (code.times(end, math.prod(sizes[2:])) for end in rows)
+            return
         inner = math.prod(sizes[1:])
         low, high = rows if rows is not None else (0, sizes[0] if sizes else 1)
         self.start, self.stop = code.times(low, inner), code.times(high, inner)
+
+    def turns(self, lanes: int) -> Index:
+        """How often so many lanes at once take one each until none is left."""
+        if not self.inner:
+            return -(-self.most // lanes)
+        return self.code.op(f"udiv i64 {self.code.add(self.stop, lanes - 1)}, {lanes}", "i64").text
+
+    def at(self, number: Index) -> tuple[list[Index], Value | None]:
+        """The index of a number, and whether there is such an element; None where there is one for each number."""
+        code = self.code
+        if not self.inner:
+            return split_index(code, number, self.sizes), None
+        slot, place = split_index(code, number, (self.sizes[0], self.inner))
+        place = code.add(self.low, place)
+        index = [slot, *split_index(code, place, self.sizes[1:])]
+        return index, None if self.high is None else code.op(f"icmp slt i64 {place}, {self.high}", "i1")
 
     def each(self, lanes: int, body: Callable[[list[Index]], object]) -> None:
         """The body at each element of this lane: its number among `lanes`, and every so many-th one after that."""
         code = self.code
         if not self.most:
             return
+
+        def one(number: Index) -> None:
+            index, there = self.at(number)
+            with code.when(there) if there is not None else contextlib.nullcontext():
+                body(index)
+
         if lanes == 1:
             with code.loop(self.start, self.stop) as loop:
-                body(split_index(code, loop.index, self.sizes))
+                one(loop.index)
             return
         first = code.add(self.start, "%lane")
         if self.most <= lanes:  # one or none for each
             with code.when(code.op(f"icmp slt i64 {first}, {self.stop}", "i1")):
-                body(split_index(code, first, self.sizes))
+                one(first)
             return
         with code.loop(first, self.stop, lanes) as loop:
-            body(split_index(code, loop.index, self.sizes))
+            one(loop.index)

@@ -11,6 +11,7 @@ from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+from tensorloop.compiler.lengths import Length
 
 FIXED = ("invariant", "constant")  # what no step writes
 
@@ -71,7 +72,7 @@ def near_matrices(units: Sequence[Unit], dims: Sequence[int | None]) -> dict[Arr
     rows: dict[Array, set[int | None]] = {}
     for unit, dim in zip(units, dims, strict=True):
         for one in _read_whole(unit):
-            if one.buffer.kind in FIXED and one.numel > 1:
+            if one.buffer.kind in FIXED and one.numel > 1 and not isinstance(one.offset, Length):
                 last = len(one.shape) - (2 if isinstance(unit, Matmul) else 0)
                 own = dim is not None and dim < last and one.strides[dim] != 0
                 rows.setdefault(one, set()).add(dim if own else None)

@@ -16,7 +16,7 @@ from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, walki
 from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
-from tensorloop.compiler.lengths import has_length
+from tensorloop.compiler.lengths import Length, Size
 from tensorloop.compiler.place import HOST
 
 NOBODY, SEVERAL = -1, -2  # in place of a lane's number
@@ -51,6 +51,54 @@ class LaneTouch(NamedTuple):
         return _differ(here[:both], there[:both])
 
 
+class SlotTouch(NamedTuple):
+    """Memory as long as an array that a part of a step touches.
+
+    lanes: of each element of a slot, whichever slot it is: SEVERAL where not each slot's is one lane's; None for any.
+    walk: how its elements are numbered from `start` on, the same for two parts that give them to the same lanes; None
+        where one may be several lanes'.
+    start, low, end: where it begins, its first and its last place, as lengths are before the step.
+    """
+
+    buffer: Region
+    writes: bool
+    lanes: Tensor | None
+    walk: object
+    start: Size
+    low: Size
+    end: Size
+
+    def meets(self, turn: int, other: "Touch", before: int, growth: Sequence[int]) -> bool:
+        """Whether a lane touches what another lane of `other` does, which is done before, at an earlier turn or now."""
+        if not isinstance(other, SlotTouch):
+            return True
+        if self.lanes is not None and other.lanes is not None and not _differ(self.lanes, other.lanes):
+            return False
+
+        def pace(place: Size) -> int:
+            return place.scale * growth[place.symbol] if isinstance(place, Length) else 0
+
+        def behind(low: Size, at: int, end: Size, then: int) -> int | None:
+            """How far one place is behind another, if that does not depend on how long arrays are."""
+            if isinstance(low, Length) and isinstance(end, Length) and low.symbol != end.symbol:
+                return None
+            gap = low + at * pace(low) - end - then * pace(end)
+            return gap if isinstance(gap, int) else None
+
+        if self.walk is not None and self.walk == other.walk and behind(self.start, turn, other.start, before) == 0:
+            return False
+        # Only a few turns are gone through. Two in a row stand for those that are further apart where what lies between
+        # the two touches grows from turn to turn; else they are taken to meet.
+        after = (behind(self.low, turn, other.end, before) or 0) > 0
+        if after and (turn == before or pace(self.low) >= 0):
+            return False
+        early = (behind(other.low, before, self.end, turn) or 0) > 0
+        return not (early and (turn == before or pace(self.end) <= 0))
+
+
+Touch = LaneTouch | SlotTouch
+
+
 def _differ(a: Tensor, b: Tensor) -> bool:
     return bool(((a != NOBODY) & (b != NOBODY) & ((a != b) | (a == SEVERAL))).any())
 
@@ -78,17 +126,16 @@ class LaneTouches:
     rows: GroupRows | None
     stored: set[Region]
 
-    def of(self, unit: Unit, dim: int | None, share: LaneShare) -> list[LaneTouch]:
+    def of(self, unit: Unit, dim: int | None, share: LaneShare) -> list[Touch]:
         """What a unit touches, whose rows are along `dim`."""
-        written, every = {array.buffer for array in unit.writes()}, (*unit.reads(), *unit.writes())
-        if any(has_length((one.buffer.numel, one.shape, one.offset)) for one in every):
-            # Which elements there are is not known now, as some are as many as an array has: any lane may touch any.
-            return [LaneTouch(one, one in written, None) for one in {a.buffer for a in every} if self._is_shared(one)]
-        found = [
-            LaneTouch(part.array.buffer, part.array.buffer in written, _marked(part))
-            for part in self._parts(unit, dim, share)
-            if self._is_shared(part.array.buffer)
-        ]
+        written = {array.buffer for array in unit.writes()}
+        found: list[Touch] = []
+        for part in self._parts(unit, dim, share):
+            buffer = part.array.buffer
+            if self._is_shared(buffer):
+                slots = isinstance(buffer.numel, Length)
+                writes = buffer in written
+                found.append(_slots(part, share, writes) if slots else LaneTouch(buffer, writes, _marked(part)))
         if isinstance(unit, Matrix) and unit.work is not None:
             found.append(LaneTouch(unit.work, True, None))
         return found
@@ -108,7 +155,8 @@ class LaneTouches:
         """Every array of a unit that lanes have memory of."""
         if share.by == "first":
             lane = torch.zeros((), dtype=torch.int64, device=HOST)
-            yield from (Part(one, one.shape, lane, lane) for one in (*unit.reads(), *unit.writes()))
+            every = (*unit.reads(), *unit.writes())
+            yield from (Part(one, tuple(map(_few, one.shape)), lane, lane) for one in every)
         elif isinstance(unit, WalkGroup):
             yield from self._walk(unit, dim, share)
         elif isinstance(unit, Matmul):
@@ -119,17 +167,19 @@ class LaneTouches:
             line = self._space((*shape[: unit.dim], 1, *shape[unit.dim + 1 :]), share)
             lane = self._numbers(line, share.order, self._sizes(share))
             for one in {*unit.reads(), *unit.writes()}:
-                yield Part(one, (*line[: unit.dim], one.shape[unit.dim], *line[unit.dim + 1 :]), lane, lane)
+                along = _few(one.shape[unit.dim])
+                yield Part(one, (*line[: unit.dim], along, *line[unit.dim + 1 :]), lane, lane)
 
     def _sizes(self, share: LaneShare) -> list[int]:
         """Sizes of the dims that are shared, with the rows of the first group alone."""
-        sizes = list(share.sizes)
+        sizes = list(map(_few, share.sizes))
         if share.rows and self.rows is not None:
-            sizes[0] = sizes[0] * self.rows.share // self.rows.count
+            n = int(isinstance(share.sizes[0], Length))
+            sizes[n] = sizes[n] * self.rows.share // self.rows.count
         return sizes
 
     def _space(self, shape: Sequence[int], share: LaneShare) -> tuple[int, ...]:
-        space = list(shape)
+        space = list(map(_few, shape))
         for d, size in zip(share.order, self._sizes(share), strict=True):
             space[d] = size
         return tuple(space)
@@ -158,8 +208,9 @@ class LaneTouches:
             for array in walk.reads():
                 if isinstance(walk, Gather) and array is walk.source:
                     more = lane.reshape([*lane.shape, *[1] * len(walk.sizes)])
-                    wide = Array(array.buffer, (*space, *walk.sizes), (*array.strides, *walk.steps), array.offset)
-                    yield Part(wide, wide.shape, more, more)
+                    shape = (*array.shape, *walk.sizes)
+                    wide = Array(array.buffer, shape, (*array.strides, *walk.steps), array.offset)
+                    yield Part(wide, (*space, *map(_few, walk.sizes)), more, more)
                 else:
                     yield Part(array, space, lane, lane)
             if isinstance(walk, Reduce):
@@ -190,17 +241,51 @@ def _inverse(order: Sequence[int], rank: int) -> list[int]:
     return [every.index(d) for d in range(rank)]
 
 
+def _few(size: Size) -> int:
+    """A size, or that of two slots: lanes that are others in some slot are others in the second one."""
+    return 2 * abs(size.scale) if isinstance(size, Length) else size
+
+
 def _marked(part: Part) -> Tensor | None:
-    """The lane of each element of the whole buffer; None where there are too many to look at."""
-    array, space = part.array, part.space
-    if not isinstance(array.buffer.numel, int) or max(math.prod(space), array.buffer.numel) > MOST:
+    """The lane of each element of the whole buffer; None where there are too many to look at, or it is not known."""
+    array = part.array
+    if isinstance(array.offset, Length) or max(math.prod(part.space), array.buffer.numel) > MOST:
         return None
-    found = torch.full((array.buffer.numel,), NOBODY, dtype=torch.int64, device=HOST)
-    places = torch.full((), array.offset, dtype=torch.int64, device=HOST)
-    for size, stride in zip(space, array.strides, strict=True):
+    return _marks(part, _places(part, array.offset), array.buffer.numel)
+
+
+def _places(part: Part, start: int) -> Tensor:
+    places = torch.full((), start, dtype=torch.int64, device=HOST)
+    for size, stride in zip(part.space, part.array.strides, strict=True):
         places = places.unsqueeze(-1) + torch.arange(size, device=HOST) * stride
-    low, high = (lane.expand(space) for lane in (part.low, part.high))
+    return places
+
+
+def _marks(part: Part, places: Tensor, count: int) -> Tensor:
+    found = torch.full((count,), NOBODY, dtype=torch.int64, device=HOST)
+    low, high = (lane.expand(part.space) for lane in (part.low, part.high))
     # One of those who touch an element is written down. Where another one did not find itself there, there are several.
     found[places] = low
     found[places[(found[places] != low) | (low != high)]] = SEVERAL
     return found
+
+
+def _slots(part: Part, share: LaneShare, writes: bool) -> SlotTouch:
+    """What a part touches of memory as long as an array."""
+    array = part.array
+    assert isinstance(array.buffer.numel, Length)
+    slot, start = array.buffer.numel.scale, array.offset
+    steps = [(n - 1) * step for n, step in zip(array.shape, array.strides, strict=True)]
+    low, end = start + sum(x for x in steps if x < 0), start + sum(x for x in steps if x > 0)
+    whole = not isinstance(start, Length) or not start.scale % slot
+    if not whole or max(math.prod(part.space), slot) > MOST:
+        return SlotTouch(array.buffer, writes, None, None, start, low, end)
+    places = _places(part, start % slot)
+    lanes, walk = _marks(part, places % slot, slot), None
+    first = int(places.min()) if places.numel() else 0
+    apart = _marks(part, places - first, int(places.max()) - first + 1) if places.numel() else lanes
+    if share.team == 1 and not (apart == SEVERAL).any() and len(array.shape) == len(part.space):
+        order = [(array.shape[d], array.strides[d]) for d in share.order]
+        rest = [(n, s) for d, (n, s) in enumerate(zip(array.shape, array.strides, strict=True)) if d not in share.order]
+        walk = (*order, share.rows, share.tall, share.by, *sorted(map(str, rest)))
+    return SlotTouch(array.buffer, writes, lanes, walk, start, low, end)

@@ -7,7 +7,7 @@ of the one before, and a carry's two places change from step to step. So a loop 
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-from tensorloop.compiler.emitter.device.touches import LaneTouch
+from tensorloop.compiler.emitter.device.touches import LaneTouch, SlotTouch, Touch
 from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 
@@ -36,12 +36,10 @@ class WaitPlanner:
 
     def __init__(self, step: LoweredStep, places: Mapping[Region, tuple[int, int]]) -> None:
         self.step, self.places = step, places  # where scratch begins and ends
-        self.touched: list[tuple[object, LaneTouch]] = []
+        self.touched: list[tuple[object, int, Touch]] = []
         self.known: dict[tuple[bool, int, int], bool] = {}  # two touches, by whether they are of the same memory
 
-    def plan(
-        self, parts: Sequence[Sequence[LaneTouch]], first: Sequence[LaneTouch], last: Sequence[LaneTouch]
-    ) -> Waits:
+    def plan(self, parts: Sequence[Sequence[Touch]], first: Sequence[Touch], last: Sequence[Touch]) -> Waits:
         """`first` is touched before the first step, `last` when all are done."""
         going = self.step.going
         asks = [] if going is None or going.buffer.kind == "value" else [LaneTouch(going.buffer, False, None)]
@@ -63,9 +61,9 @@ class WaitPlanner:
         *before, asking, leaving = waits
         return Waits(before, asking, leaving, starting)
 
-    def _go(self, stations: Sequence[Sequence[LaneTouch]], first: Sequence[LaneTouch], waits: list[bool]) -> list[bool]:
+    def _go(self, stations: Sequence[Sequence[Touch]], first: Sequence[Touch], waits: list[bool]) -> list[bool]:
         """Some steps with these waits, to which those are added that lack; the last station is not met in each step."""
-        self.touched = [(self._key(one.buffer, -1), one) for one in first]
+        self.touched = [(self._key(one.buffer, -1), -1, one) for one in first]
         for turn in range(STEPS):
             for n, touched in enumerate(stations[:-1]):
                 waits[n] = self._meet(touched, turn, waits[n])
@@ -73,15 +71,16 @@ class WaitPlanner:
             waits[-1] = waits[-1] or self._clashes(stations[-1], turn + 1)
         return waits
 
-    def _meet(self, touched: Sequence[LaneTouch], turn: int, waits: bool) -> bool:
+    def _meet(self, touched: Sequence[Touch], turn: int, waits: bool) -> bool:
         """Notes what is touched now; whether lanes must wait before."""
         waits = waits or self._clashes(touched, turn)
         # After a wait all that was done before is seen by all: only what is touched now can clash with what follows.
-        self.touched = [*([] if waits else self.touched), *((self._key(one.buffer, turn), one) for one in touched)]
+        now = [(self._key(one.buffer, turn), turn, one) for one in touched]
+        self.touched = [*([] if waits else self.touched), *now]
         return waits
 
-    def _clashes(self, touched: Sequence[LaneTouch], turn: int) -> bool:
-        return any(self._clash(self._key(a.buffer, turn), a, *b) for a in touched for b in self.touched)
+    def _clashes(self, touched: Sequence[Touch], turn: int) -> bool:
+        return any(self._clash((self._key(a.buffer, turn), turn, a), b) for a in touched for b in self.touched)
 
     def _key(self, buffer: Region, turn: int) -> object:
         """Which memory a buffer is at a step."""
@@ -95,10 +94,13 @@ class WaitPlanner:
             return "pair", n, turn % 2
         return ("out", n, turn) if kind == "out" else (kind, n) if kind == "sum" else buffer
 
-    def _clash(self, here: object, a: LaneTouch, there: object, b: LaneTouch) -> bool:
+    def _clash(self, now: tuple[object, int, Touch], then: tuple[object, int, Touch]) -> bool:
+        (here, turn, a), (there, before, b) = now, then
         if not (a.writes or b.writes):
             return False
         same = here == there
+        if isinstance(a, SlotTouch) or isinstance(b, SlotTouch):  # whose memory is shared with no other buffer
+            return same and (not isinstance(a, SlotTouch) or a.meets(turn, b, before, self.step.source.growth))
         if (same, id(a), id(b)) not in self.known:
             self.known[same, id(a), id(b)] = a.meets(b) if same else a.overlaps(b, self.places)
         return self.known[same, id(a), id(b)]

@@ -443,14 +443,14 @@ def _read_fixed(code: Code, sizes: list[int]) -> dict[tuple[str, int], str]:
     return {place: _read_address(code, n) for n, place in enumerate(places)}
 
 
-def operations_of(unit: Unit) -> int:
-    """How much a unit does in a step, roughly."""
+def operations_of(unit: Unit, slots: int = MANY) -> int:
+    """How much a unit does in a step, roughly, where arrays have so many slots."""
     if isinstance(unit, Matmul):
         return 2 * unit.out.numel * unit.a.shape[-1]
     if isinstance(unit, Matrix):
         return sum(array.numel for array in unit.outs) * max(unit.ins[0].shape[unit.batch :])
     if isinstance(unit, WalkGroup):
-        size = math.prod(MANY if isinstance(one, Length) else one for one in unit.space)
+        size = math.prod(slots if isinstance(one, Length) else one for one in unit.space)
         return 8 * size * len(unit.walks)
     if isinstance(unit, CallOut):
         return 0

@@ -35,7 +35,7 @@ class PtxCore:
         self._device, self._growth = step.source.place.device, step.source.growth
         self._layouts = [(one.shape, one.strides) for one in step.invariants]
         self._constants = [x.to(self._device) for x in step.constants]
-        self._carry = [(one.shape, one.dtype) for one in step.carry]
+        self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         roles = step.invariants, step.sequences, step.carry, step.outs, step.sums
         self._needed = NeededTensors(step.source, roles, self._device.type)
         self._reads = text.asks or text.checks_indices
@@ -69,7 +69,7 @@ class PtxCore:
 
     def _run(self, call: CoreCall, fixed: list[Tensor] | None) -> tuple[list[Tensor], int]:
         if call.steps <= 0:
-            return [x.detach().clone(memory_format=torch.contiguous_format) for x in call.carry], 0
+            return [new if new is old else new.copy_(old.detach()) for new, old in self._new(call.carry)], 0
         if self._instead is not None:
             return self._instead(call)
         recorded = torch.cuda.is_current_stream_capturing()
@@ -90,8 +90,8 @@ class PtxCore:
         kernel.recorded |= recorded
         call, text = self._needed.as_numbers(call), self.text
         self._check(call)
-        steps, invariants, sequences, carry, outs, sums, _ = call
-        last = [torch.empty(shape, dtype=dtype, device=self._device) for shape, dtype in self._carry]
+        steps, invariants, sequences, carry, outs, sums, lengths = call
+        last = [new for new, _ in self._new(carry)]
         totals = list(sums)
         for n in text.apart:
             totals[n] = torch.zeros((text.groups, *sums[n].shape), dtype=sums[n].dtype, device=self._device)
@@ -99,9 +99,10 @@ class PtxCore:
         status = (torch.zeros if self._reads else torch.empty)(STATUS, dtype=torch.int64, device=self._device)
         fixed = self._fixed(invariants) if fixed is None else fixed
         # Memory that goes when this returns is given out again by torch, but not before what is launched here is over.
-        scratch = [] if text.local else [self._new(text.groups * text.scratch)]
-        given = [*fixed, *sequences, *carry, *outs, *totals, *last, status]
-        words = [*(x.data_ptr() for x in given), steps, *(x.data_ptr() for x in scratch)]
+        scratch = [] if text.local else [self._bytes(text.groups * text.scratch)]
+        grown = [self._bytes(text.grown(steps, lengths, self._growth))] if text.growing else []
+        given = [*fixed, *sequences, *carry, *outs, *totals, *last, status, *grown]
+        words = [*(x.data_ptr() for x in given), steps, *lengths, *(x.data_ptr() for x in scratch)]
         shared = text.scratch if text.local else 0
         kernel.launch(driver.stream_of(self._device), text.groups, text.lanes, shared, words)
         for n in text.apart:
@@ -111,7 +112,15 @@ class PtxCore:
             raise IndexError(OUT_OF_RANGE)
         return last, done
 
-    def _new(self, size: int) -> Tensor:
+    def _new(self, carry: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:
+        """Where the last carry goes, beside the first: arrays stay where they are."""
+        pairs = zip(carry, self._carry, strict=True)
+        return [
+            (x if stays else torch.empty(shape, dtype=kind, device=self._device), x)
+            for x, (shape, kind, stays) in pairs
+        ]
+
+    def _bytes(self, size: int) -> Tensor:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _fixed(self, invariants: Sequence[Tensor]) -> list[Tensor]:
