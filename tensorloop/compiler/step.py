@@ -80,6 +80,10 @@ class Step:
         return *self.next_carry, *self.outs, *self.sums, *(() if self.going is None else (self.going,))
 
 
+class OutOfRange(IndexError, RuntimeError):
+    """An index that is not in its dim. Torch raises the one or the other, by the operation: this is both."""
+
+
 class CoreCall(NamedTuple):
     """What a core is called with: `steps` is the most steps that it runs.
 

@@ -1,5 +1,6 @@
 """Complex numbers in compiled loops: values, gradients by torch's convention, and what has no form in real numbers."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -201,3 +202,27 @@ def test_a_norm_of_everything_that_keeps_its_dims():
         return [last, ys]
 
     check_equal(run("strict"), run(False), 1e-9)
+
+
+PARTS = [0.0, -0.0, 1.0, -2.5, 0.3, math.inf, -math.inf, math.nan]
+EVERYWHERE = torch.complex(*(x.reshape(-1) for x in torch.meshgrid(*[torch.tensor(PARTS).double()] * 2, indexing="ij")))
+OF_ANYTHING: dict[str, Callable[[Tensor, Tensor], Tensor]] = {
+    "product": lambda a, b: a * b,
+    "quotient": lambda a, b: a / b,
+    "quotient of real numbers": lambda a, b: torch.stack([b.real / a, a / b.real, a / 2, 1 / a, a**-1]),
+    "powers": lambda a, b: torch.stack([a**2, a**0.5, a**1.5, a.sqrt(), a.rsqrt()]),
+    "functions": lambda a, b: torch.stack([a.exp(), a.log(), a.tanh(), a.tan(), a.sin(), a.cosh(), a.log1p()]),
+}
+
+
+@pytest.mark.parametrize("name", OF_ANYTHING)
+def test_what_is_finite_beside_infinity_is_what_torch_has(name: str):
+    """A number of which a part is infinite or NaN is one: what its other part is, torch's kernels do not agree on."""
+    pairs = [x.reshape(-1) for x in torch.meshgrid(EVERYWHERE, EVERYWHERE, indexing="ij")]
+
+    def run(compile: Any) -> Tensor:
+        body = lambda h, _: ([x.clone() for x in h], OF_ANYTHING[name](*h))  # noqa: E731
+        found = tl.scan(body, pairs, None, 1, compile=compile)[1]
+        return torch.where(torch.isfinite(found), found, math.inf)
+
+    torch.testing.assert_close(run("strict"), run(False), rtol=1e-9, atol=1e-9)

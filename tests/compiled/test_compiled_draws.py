@@ -1,5 +1,6 @@
 """Random numbers in compiled loops: torch's own streams, as an eager loop draws them."""
 
+import math
 from collections.abc import Callable
 from typing import Any
 
@@ -101,6 +102,59 @@ def test_blocks_are_drawn_again_from_where_they_began(options: dict[str, Any], m
     monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 2)
     check_same(BODIES["own generator"], **options)
     check_same(BODIES["dropout"], **options)
+
+
+def through_draws(h: Tensor, x: Tensor) -> Any:
+    return torch.bernoulli(h.sigmoid()), torch.normal(x, h + 1)
+
+
+DRAWN_FROM: dict[str, Callable[[Tensor, Tensor], Any]] = {
+    "both": through_draws,
+    "bernoulli of a capture": lambda h, x: (h * 0.9, torch.bernoulli(TURN.sigmoid())),
+    "normal around the carry": lambda h, x: (torch.normal(h, 0.5), x * 2),
+    "normal with a spread": lambda h, x: (h * 0.9, torch.normal(0.5, x.abs() + TURN[:B].abs())),
+}
+
+
+@pytest.mark.parametrize("name", DRAWN_FROM)
+def test_the_gradient_of_what_numbers_are_drawn_around_is_zero(name: str):
+    def run(compile: Any) -> list[Any]:
+        torch.manual_seed(3)
+        h = torch.ones(B, H, dtype=DTYPE, requires_grad=True)
+        xs = torch.linspace(-1, 1, T * B * H, dtype=DTYPE).view(T, B, H).requires_grad_()
+        last, ys = tl.scan(DRAWN_FROM[name], h, xs, compile=compile)
+        grads = torch.autograd.grad(last.sum() + ys.sum(), [h, xs, TURN], allow_unused=True)
+        return [last.detach(), ys.detach(), last.requires_grad, ys.requires_grad, *grads]
+
+    for found, expected in zip(run("strict"), run(False), strict=True):
+        if isinstance(expected, Tensor):
+            assert torch.equal(found, expected)
+        else:
+            assert found is expected
+
+
+WRONG: dict[str, tuple[Callable[[Tensor, Tensor], Any], str]] = {
+    "probabilities of xs": (lambda h, x: (h, torch.bernoulli(x)), "probabilities to be between 0 and 1"),
+    "probabilities of the carry": (lambda h, x: (h + torch.bernoulli(h), h), "probabilities to be between 0 and 1"),
+    "a spread of xs": (lambda h, x: (h, torch.normal(h, x)), "elements of std >= 0"),
+    "a spread of the carry": (lambda h, x: (torch.normal(x, h), h), "elements of std >= 0"),
+}
+
+
+@pytest.mark.parametrize("value", [-1.5, math.nan])
+@pytest.mark.parametrize("name", WRONG)
+def test_what_can_not_be_drawn_is_an_error_at_its_step(name: str, value: float):
+    body, message = WRONG[name]
+    xs = torch.full((4, 3), 0.5)
+    xs[2] = value
+
+    def wrong(h: Tensor, x: Tensor) -> Any:
+        return body(h * 0 + x, x)
+
+    with pytest.raises(RuntimeError):
+        tl.scan(wrong, torch.full((3,), 0.5), xs)
+    with pytest.raises(RuntimeError, match=message):
+        tl.scan(wrong, torch.full((3,), 0.5), xs, compile="strict")
 
 
 def test_the_numbers_themselves_bit_for_bit():

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._pytree import tree_leaves
 from torch.nn import functional as F
 
 import tensorloop as tl
@@ -142,3 +143,22 @@ def test_numbers_are_rounded_where_torch_rounds_them(name: str, dtype: torch.dty
     for found, expected in zip(run("strict"), run(False), strict=True):
         least = torch.finfo(dtype).eps * 1.01  # one rounding
         torch.testing.assert_close(found, expected, rtol=least, atol=1e-3 * least)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16], ids=str)
+def test_the_gradient_of_a_spread_is_of_the_mean_that_torch_rounds(dtype: torch.dtype):
+    """Of numbers near 100 the mean in two bytes is as far off as they are from each other."""
+    xs = (100 + 3 * torch.linspace(-1, 1, 24, dtype=torch.float64).sin()).view(2, 3, 4)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        near = (h + x).to(dtype)
+        return h * 0.9 + near.var(-1, keepdim=True) * 0.1, [torch.std_mean(near, -1), near.std(0), torch.var_mean(near)]
+
+    def run(compile: Any) -> list[Tensor]:
+        v = xs.clone().requires_grad_()
+        leaves = tree_leaves(tl.scan(body, torch.zeros(3, 4, dtype=torch.float64), v, compile=compile))
+        return [*leaves, *torch.autograd.grad(sum(y.double().sum() for y in leaves), v)]  # pyright: ignore
+
+    for found, expected in zip(run("strict"), run(False), strict=True):
+        least = torch.finfo(dtype).eps
+        torch.testing.assert_close(found, expected, rtol=2 * least, atol=2 * least)

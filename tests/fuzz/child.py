@@ -19,8 +19,11 @@ SECONDS = 30.0
 
 
 @functools.cache
-def prepare() -> None:
-    """Readies this process for forks: modules are loaded, no thread has been started, little memory is to be copied."""
+def prepare(device: bool = False) -> None:
+    """Readies this process for forks: modules are loaded, no thread has been started, little memory is to be copied.
+
+    With `device` a pretended CUDA device is the default one from now on.
+    """
     from tests.fuzz.check import check
     from tests.fuzz.planted import plant
     from tests.fuzz.programs import program
@@ -32,8 +35,19 @@ def prepare() -> None:
         program(0)
         check(_WARM)
     _forget_plans()
+    if device:  # last: a fork has no threads, which autograd starts for a device at its first use
+        _start_device()
     gc.collect()
     gc.freeze()
+
+
+def _start_device() -> None:
+    """The pretended device of the tests, and its kernels."""
+    from tests.device import kernels, pretended
+
+    pretended.start()
+    kernels.start()
+    torch.set_default_device("cuda")
 
 
 _WARM = """

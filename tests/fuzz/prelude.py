@@ -14,29 +14,29 @@ noise = [0.0, 0.0]  # how much the inputs of a run are off, those on an edge too
 def make(*shape, seed, low=-1.0, high=1.0, dtype=torch.float64, grad=False):
     """Random values, the same everywhere; of dims of more than one number no two are equal."""
     generator = torch.Generator().manual_seed(seed)
-    x = torch.rand(shape, generator=generator, dtype=torch.float64) * (high - low) + low
+    x = torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") * (high - low) + low
     if noise[0]:
-        x = x * (1 + noise[0] * (torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5))
+        x = x * (1 + noise[0] * (torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") - 0.5))
     if dtype.is_complex:
         x = torch.complex(x, x.flip(-1) if x.dim() else -x)
-    return x.to(dtype).requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
+    return x.to(torch.get_default_device(), dtype).requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
 
 
 def edge(*shape, seed, kind, dtype=torch.float64, grad=False):
     """Values on an edge: zeros, ones, a few numbers with many ties, whole numbers, infinities among others."""
     generator = torch.Generator().manual_seed(seed)
     if kind in ("zeros", "ones"):
-        x = torch.full(shape, float(kind == "ones"))
+        x = torch.full(shape, float(kind == "ones"), device="cpu")
     else:
         low, high = {"ties": (-1, 2), "whole": (-4, 5), "large": (-3, 4), "infinite": (-2, 3)}[kind]
-        x = torch.randint(low, high, shape, generator=generator).to(torch.float64)
+        x = torch.randint(low, high, shape, generator=generator, device="cpu").to(torch.float64)
         if kind == "large":
             x = x * 2.0**40
         elif kind == "infinite":
             x = torch.where(x == 2, torch.inf, x)
     if noise[1]:
-        x = x * (1 + noise[1] * (torch.rand(shape, generator=generator, dtype=torch.float64) - 0.5))
-    return x.to(dtype).requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
+        x = x * (1 + noise[1] * (torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") - 0.5))
+    return x.to(torch.get_default_device(), dtype).requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
 
 
 def leaves_of(outputs, name=""):

@@ -156,7 +156,7 @@ class Program:
 
 def program(seed: int) -> str:
     """The text of a seed's program."""
-    with warnings.catch_warnings(), torch.random.fork_rng():
+    with torch.device("cpu"), warnings.catch_warnings(), torch.random.fork_rng(devices=[]):  # whatever the default is
         warnings.simplefilter("ignore")  # which may be said once only, and must not make a difference
         torch.manual_seed(seed)
         return Program(seed).text()

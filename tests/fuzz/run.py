@@ -53,6 +53,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=int, help="one seed: what it gives, and its program")
     parser.add_argument("--source", type=int, help="one seed's program")
     parser.add_argument("--guarded", action="store_true", help="every address of native code is checked, if it can be")
+    parser.add_argument("--device", action="store_true", help="on a pretended CUDA device; TENSORLOOP_PTX=1: kernels")
     parser.add_argument("--again", type=Path, metavar="FOLDER", help="only the seeds that were finds there")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)  # for tests: SEED:crash, SEED:hang, SEED:wrong
@@ -64,7 +65,7 @@ def _one(asked: argparse.Namespace) -> int:
     from tests.fuzz.child import apart, prepare
     from tests.fuzz.programs import program
 
-    prepare()
+    prepare(asked.device)
     print(script(program(asked.only)))
     found = apart(_work(asked.only, asked))
     print("\n".join(f"# {line}" for line in (json.dumps(found), *found["finds"])))
@@ -107,7 +108,7 @@ def _shard(asked: argparse.Namespace) -> None:
     """Runs every `shards`-th seed that has no result yet."""
     from tests.fuzz.child import apart, prepare
 
-    prepare()
+    prepare(asked.device)
     done = {found["seed"] for found in read(asked.out)}
     with (asked.out / f"results-{asked.shard}.jsonl").open("a") as file:
         print(file=file)  # the last line may have been cut short

@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from tensorloop.loop.compiled.run.plan import plans
+from tests.device import built
 from tests.fuzz import programs, shrink, triage
 from tests.fuzz.check import check, differences, script
 from tests.fuzz.run import read
@@ -44,6 +45,14 @@ def test_some_programs(tmp_path: Path):
     assert [x["seed"] for x in found] == [*range(SEEDS)]
     assert code == 0
     assert sum(x["compiled"] for x in found) >= 0.6 * SEEDS
+
+
+def test_some_programs_on_a_pretended_device(tmp_path: Path):
+    if built.why_not():
+        return
+    code, found = fuzz(tmp_path, "--device", "--programs", "5", "--seed", "0")
+    assert (code, [x["finds"] for x in found]) == (0, [[]] * 5)
+    assert sum(x["compiled"] for x in found) >= 3
 
 
 def test_faults_are_found_and_the_run_goes_on(tmp_path: Path):
@@ -93,6 +102,13 @@ def test_another_value_is_found_and_its_program_made_smaller():
 def test_errors_are_compared_by_type():
     assert not [*differences(ValueError("a"), ValueError("b"), 0)]
     assert len([*differences(ValueError("a"), {}, 0)]) == 1
+
+
+def test_an_error_in_a_line_whose_value_nothing_uses_is_none_of_a_compiled_loop():
+    text = WRONG.replace("compile * 0.1", "0").replace("return (v2", "v3 = torch.inverse(v2 * 0 * w2[:, None])\n        {}")
+    assert check(text.format("return (v2")).finds == []
+    (line, _) = check(text.format("return (v3.sum() + v2")).finds or ("none", "")
+    assert line == "none"  # there both raise it
 
 
 def test_finds_are_grouped():

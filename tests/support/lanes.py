@@ -20,7 +20,7 @@ from tensorloop.compiler.emitter.device.kernel import write_text
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.lengths import all_hold
-from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.step import CoreCall, OutOfRange, Step
 from tensorloop.compiler.targets.cpu import guard_text
 from tensorloop.compiler.targets.cpu.host import host, llvm
 from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, lay_out
@@ -178,7 +178,7 @@ class LanesCore:
             if block is not None:
                 self._loaded.said(block)
         if int(status[1]):
-            raise IndexError(OUT_OF_RANGE)
+            raise OutOfRange(OUT_OF_RANGE)
         for n in text.apart:
             sums[n].add_(totals[n].sum(0))
         return last, int(status[0])

@@ -91,10 +91,13 @@ def _div(a: Any, b: Any) -> Pair:
         return _mul(a, 1 / b)
     # Scaled, so that squares are no larger than they need be; the quotient does not depend on the scale.
     scale = torch.maximum(b.re.abs(), b.im.abs()).detach()
-    scale = torch.where((scale == 0) | torch.isinf(scale), 1.0, scale)
-    re, im = b.re / scale, b.im / scale
+    endless = scale == math.inf
+    scale = torch.where((scale == 0) | endless, 1.0, scale)
+    re, im = torch.where(endless, 1.0, b.re) / scale, torch.where(endless, 0.0, b.im) / scale
     square = re * re + im * im
-    found = _mul(a, Pair(re / square, -im / square))
+    # 1 / infinity is 0 where one part is infinite, and no number where both are.
+    none = (1 / (b.re.abs() - b.im.abs())).detach()
+    found = _mul(a, Pair(*(torch.where(endless, none, x / square) for x in (re, -im))))
     return Pair(found.re / scale, found.im / scale)
 
 
@@ -123,7 +126,8 @@ def _polar(size: Tensor, angle: Tensor) -> Pair:
 
 
 def _exp(x: Pair) -> Pair:
-    return _polar(torch.exp(x.re), x.im)
+    """Of minus infinity it is 0, whatever the angle."""
+    return _polar(torch.exp(x.re), torch.where(x.re == -math.inf, 0.0, x.im))
 
 
 def _log(x: Pair) -> Pair:
@@ -131,7 +135,11 @@ def _log(x: Pair) -> Pair:
 
 
 def _sqrt(x: Pair) -> Pair:
-    return _polar(torch.sqrt(_abs(x)), _angle(x) / 2)
+    found = _polar(torch.sqrt(_abs(x)), _angle(x) / 2)
+    # Along the real axis infinity stays on an axis: no part of it is 0 times infinity.
+    along, far = torch.isinf(x.re) & ~(torch.isinf(x.im) | torch.isnan(x.im)), x.re.detach()
+    up = torch.copysign(torch.relu(-far), x.im.detach())
+    return Pair(torch.where(along, torch.relu(far), found.re), torch.where(along, up, found.im))
 
 
 def _pow(a: Any, b: Any) -> Pair:
@@ -154,6 +162,8 @@ def _pow(a: Any, b: Any) -> Pair:
     # 0 to the power of what has a positive real part is 0, whose logarithm would be turned by infinity.
     up: Any = b.re if isinstance(b, Pair) else b.real
     zero = (a.re == 0) & (a.im == 0) & (up > 0)
+    if isinstance(b, Pair):  # an endless turn has no end, but where the size is 0 for certain
+        zero = zero & ~(torch.isinf(b.im) & ~torch.isinf(b.re))
     found = _exp(_mul(_log(Pair(torch.where(zero, 1.0, a.re), a.im)), b))
     return Pair(torch.where(zero, 0.0, found.re), torch.where(zero, 0.0, found.im))
 
@@ -230,7 +240,8 @@ def _end(inputs: Sequence[Any], comings: Sequence[Any], found: Sequence[Any], *r
 
 
 def _tanh(x: Pair) -> Pair:
-    """By exp(-2 |re|), which is at most 1."""
+    """By exp(-2 |re|), which is at most 1; where that is infinite the angle is none."""
+    x = Pair(x.re, torch.where(torch.isinf(x.re), 0.0, x.im))
     turned = torch.where(x.re < 0, -1.0, 1.0).to(x.re.dtype)
     less = torch.expm1(-2 * x.re * turned)
     power, cos = less + 1, torch.cos(x.im)

@@ -5,6 +5,7 @@ thing.
 """
 
 import itertools
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -44,9 +45,7 @@ def std_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: boo
 def var_mean(x: Tensor, dim: Any = None, *, correction: Any = None, keepdim: bool = False) -> tuple[Tensor, Tensor]:
     """The variance over dims, and the mean."""
     dims = [d % max(x.dim(), 1) for d in dim] if dim else list(range(x.dim()))
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
+    count = math.prod(x.shape[d] for d in dims if x.dim())
     mean = x.mean(dims, True) if dims else x
     apart = x - mean
     square = (apart * apart.conj()).real if x.is_complex() else apart * apart
@@ -253,11 +252,20 @@ def _up(x: Any) -> Any:
     return x.float() if isinstance(x, Tensor) and x.dtype in _HALVES else x
 
 
+def _of_wide(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Leaves two-byte floats to autograd, whose formula begins with a mean that is rounded to them."""
+    return lambda x, *args, **kwargs: NotImplemented if x.dtype in _HALVES else function(x, *args, **kwargs)
+
+
+_SPREADS = {
+    _aten.var.correction: var,
+    _aten.var_mean.correction: var_mean,
+    _aten.std.correction: std,
+    _aten.std_mean.correction: std_mean,
+}
+WITH_GRADIENTS = {one: rounded_once(function) for one, function in _SPREADS.items()}  # for a step that has them
 TABLE = {
-    _aten.var.correction: rounded_once(var),
-    _aten.var_mean.correction: rounded_once(var_mean),
-    _aten.std.correction: rounded_once(std),
-    _aten.std_mean.correction: rounded_once(std_mean),
+    **{one: _of_wide(function) for one, function in _SPREADS.items()},
     _aten.native_group_norm.default: rounded_once(group_norm),
     _aten.native_batch_norm.default: rounded_once(batch_norm),
     _aten._safe_softmax.default: rounded_once(safe_softmax),

@@ -199,6 +199,7 @@ def after_autograd() -> Table:
     """The operations that are taken apart in a step with its gradients."""
     torchs = decompositions([getattr(_aten, name) for name in _TORCHS.split() if hasattr(_aten, name)])
     return torchs | {
+        **compositions.WITH_GRADIENTS,
         _aten.native_layer_norm.default: _layer_norm,
         _aten.native_layer_norm_backward.default: _layer_norm_backward,  # torch's loads sympy
         _aten.logsumexp.default: compositions.rounded_once(_logsumexp),
@@ -315,11 +316,8 @@ def _mean(x: Tensor, dim: Any, keepdim: bool, dtype: torch.dtype | None) -> Tens
     if x.dtype in _HALVES:
         return _mean(x.float(), dim, keepdim, None).to(x.dtype)
     dims = list(range(x.dim())) if dim is None else [dim] if isinstance(dim, int) else list(dim or range(x.dim()))
-    count = 1
-    for d in dims:
-        count *= x.shape[d]
     total = x.sum(dims, keepdim) if dims else x
-    return total / count
+    return total / math.prod(x.shape[d] for d in dims if x.dim())
 
 
 def _layer_norm(

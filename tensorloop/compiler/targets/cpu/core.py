@@ -18,7 +18,7 @@ from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.operations import aten
-from tensorloop.compiler.step import CoreCall, Step, StepFailed
+from tensorloop.compiler.step import CoreCall, OutOfRange, Step, StepFailed
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.called import CalledOperations
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
@@ -193,7 +193,7 @@ class NativeCore:
             for n in self.text.apart:
                 sums[n].add_(totals[n].sum(0))
         if status[1]:
-            raise IndexError(OUT_OF_RANGE)
+            raise OutOfRange(OUT_OF_RANGE)
         return status[0]
 
     def _failed(self, found: Failure) -> StepFailed:

@@ -10,7 +10,7 @@ from torch import Tensor, fx
 from tensorloop.compiler.emitter.device.kernel import DeviceText
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.lengths import all_hold
-from tensorloop.compiler.step import Core, CoreCall
+from tensorloop.compiler.step import Core, CoreCall, OutOfRange
 from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out
 from tensorloop.compiler.targets.proved import Trial
 from tensorloop.compiler.targets.ptx import driver
@@ -109,7 +109,7 @@ class PtxCore:
             sums[n].add_(totals[n].sum(0))
         done, wrong = status.tolist() if self._reads else (steps, 0)
         if wrong:
-            raise IndexError(OUT_OF_RANGE)
+            raise OutOfRange(OUT_OF_RANGE)
         return last, done
 
     def _new(self, carry: Sequence[Tensor]) -> list[tuple[Tensor, Tensor]]:

@@ -1,4 +1,4 @@
-"""What `multinomial` does with the numbers that it has drawn, as an operation of torch's registry."""
+"""What draws do with the numbers that they have drawn, as operations of torch's registry: they raise its errors."""
 
 from collections.abc import Iterator
 
@@ -39,9 +39,26 @@ def _like(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
     return p.new_empty((*p.shape[:-1], count), dtype=torch.int64)
 
 
+def _within(x: Tensor, low: float, high: float, error: str) -> Tensor:
+    """A copy, of which every number is known to be in bounds; NaN is not."""
+    if x.numel() and not bool(((x >= low) & (x <= high)).all()):
+        raise RuntimeError(error)
+    return x.clone()
+
+
+def _within_there(x: Tensor, low: float, high: float, error: str) -> Tensor:
+    torch.ops.aten._assert_async.msg(((x >= low) & (x <= high)).all(), error)
+    return x.clone()
+
+
 _LIBRARY = torch.library.Library("tensorloop", "FRAGMENT")
 _LIBRARY.define("multinomial_of(Tensor p, Tensor drawn, int count, bool replacement) -> Tensor")
 _LIBRARY.impl("multinomial_of", _choose, "CPU")
 _LIBRARY.impl("multinomial_of", _choose_there, "CompositeExplicitAutograd")
 torch.library.register_fake("tensorloop::multinomial_of", _like, lib=_LIBRARY)
 CHOOSE = torch.ops.tensorloop.multinomial_of.default
+_LIBRARY.define("within(Tensor x, float low, float high, str error) -> Tensor", tags=(torch.Tag.pointwise,))
+_LIBRARY.impl("within", _within, "CPU")
+_LIBRARY.impl("within", _within_there, "CompositeExplicitAutograd")
+torch.library.register_fake("tensorloop::within", lambda x, *_: torch.empty_like(x), lib=_LIBRARY)
+WITHIN = torch.ops.tensorloop.within.default

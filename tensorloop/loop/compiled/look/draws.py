@@ -4,6 +4,7 @@ Only what draws the same number of values whatever the values of its arguments m
 """
 
 import dataclasses
+import math
 from collections.abc import Callable, Sequence
 from typing import Any
 
@@ -12,7 +13,7 @@ from torch import Generator, Tensor
 
 from tensorloop.compiler.place import HOST, generator_of
 from tensorloop.loop.compiled.look.calls import refusal
-from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE
+from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE, WITHIN
 
 _aten = torch.ops.aten
 # Of these only shapes, dtypes and layouts of tensor arguments matter.
@@ -26,16 +27,26 @@ _IN_PLACE = {
 
 
 def _bernoulli(u: Tensor, p: Tensor) -> Tensor:
-    return (u < p.detach()).to(p.dtype)
+    sure = WITHIN(p.detach(), 0.0, 1.0, "bernoulli expects all probabilities to be between 0 and 1")
+    return _reached(torch.where(u < sure, 1.0, 0.0).to(p.dtype), p)
 
 
 def _scaled(z: Tensor, mean: Any, std: Any) -> Tensor:
-    mean, std = (x.detach() if isinstance(x, Tensor) else x for x in (mean, std))
-    return z * std + mean
+    start = mean.detach() if isinstance(mean, Tensor) else mean
+    spread = WITHIN(std.detach(), 0.0, math.inf, "normal expects all elements of std >= 0.0")
+    return _reached(z * spread + start, mean, std)
 
 
 def _shifted(z: Tensor, mean: Tensor, *_: Any) -> Tensor:
-    return z + mean.detach()
+    return _reached(z + mean.detach(), mean)
+
+
+def _reached(drawn: Tensor, *arguments: Any) -> Tensor:
+    """What was drawn, which has a gradient where an argument has one, and that of the argument is zero."""
+    for x in arguments:
+        if isinstance(x, Tensor):
+            drawn = torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, x**0)
+    return drawn
 
 
 def _chosen(drawn: Tensor, p: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:

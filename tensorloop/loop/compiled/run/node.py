@@ -16,7 +16,7 @@ from tensorloop._torch.overrides import unseen
 from tensorloop.compiler.graph.backward import Missing
 from tensorloop.compiler.lengths import Sized, actual, shape_of
 from tensorloop.compiler.operations import value_of
-from tensorloop.compiler.step import StepFailed
+from tensorloop.compiler.step import OutOfRange, StepFailed
 from tensorloop.compiler.verify import Broken
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory
@@ -81,6 +81,10 @@ class RunAtOnce:
             return
         except StepFailed as failed:
             error, step = failed.error, self.first + failed.done
+        except RuntimeError as error:  # of all steps at once, by another operation than the user's
+            if type(error) is RuntimeError and "is out of bounds for dimension" in str(error):
+                raise OutOfRange(*error.args) from error
+            raise
         error.add_note(f"raised in {what} {step} of {self.title}")
         raise error from error.__cause__  # not of what carried it here
 
