@@ -91,3 +91,20 @@ def test_large_slots_of_arrays_of_two_lengths():
         return tl.scan(body, (h, *arrays), length=2, compile=compile)[0][0]
 
     torch.testing.assert_close(run(True), run(False))
+
+
+@pytest.mark.parametrize("inside", [False, True], ids=["of all steps", "in the loop"])
+def test_an_index_out_of_range_is_the_error_that_torch_raises(inside: bool):
+    xs = torch.tensor([[1, 2], [0, 5]])
+    readers = {
+        "gather": lambda h, x: h.gather(0, x),
+        "embedding": lambda h, x: F.embedding(x, h[:, None]),
+        "loss": lambda h, x: F.nll_loss(h.expand(2, 3), x),
+        "index": lambda h, x: h[x],
+    }
+    for read in readers.values():
+        body = lambda h, x, read=read: (h * 0.9, read(h if inside else h * 0, x + (h[0] * 0).long() * inside))  # noqa: E731
+        with pytest.raises((IndexError, RuntimeError)) as eager:
+            tl.scan(body, torch.ones(3), xs)
+        with pytest.raises(eager.type):
+            tl.scan(body, torch.ones(3), xs, compile="strict")

@@ -149,7 +149,7 @@ def start() -> None:
     torch.UntypedStorage.__new__ = new_storage
     recording.watches.append(_watch[0])
     torch._C._host_emptyCache = torch._C._cuda_emptyCache = lambda: None  # pyright: ignore
-    torch.backends.cudnn.enabled = False  # pyright: ignore
+    torch._C._set_cudnn_enabled(False)  # torch's samples of operations forbid to set the flag itself
     torch.cuda.manual_seed_all(torch.initial_seed())
     # A device's thread of autograd drops its last task after `backward` has returned, and needs Python for that.
     atexit.register(time.sleep, 0.1)

@@ -105,10 +105,11 @@ def test_errors_are_compared_by_type():
 
 
 def test_an_error_in_a_line_whose_value_nothing_uses_is_none_of_a_compiled_loop():
-    text = WRONG.replace("compile * 0.1", "0").replace("return (v2", "v3 = torch.inverse(v2 * 0 * w2[:, None])\n        {}")
-    assert check(text.format("return (v2")).finds == []
-    (line, _) = check(text.format("return (v3.sum() + v2")).finds or ("none", "")
-    assert line == "none"  # there both raise it
+    failing = "v3 = torch.linalg.inv(v2.outer(v2))"
+    text = WRONG.replace("compile * 0.1", "0").replace("return (v2.sin()", f"{failing}\n        return (v2.sin()")
+    assert check(text).outcome == "same"
+    used = check(text.replace("(v1, )", "(v1, v3)"))
+    assert (used.outcome, used.finds) == ("raises", [])
 
 
 def test_finds_are_grouped():
