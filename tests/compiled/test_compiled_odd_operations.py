@@ -40,7 +40,7 @@ BODIES: dict[str, Body] = {  # of two (4, 6) tensors
     "in order, 200 of them": lambda h, x: (h.sin() + x, h.flatten().repeat(9).sort(stable=True)),
     "softmax of a number": lambda h, x: (h.sin() + x * h[0, 0].softmax(0), h[0, 1].log_softmax(0)),
     "logsumexp of a number": lambda h, x: (h.sin() + x * h[0, 0].logsumexp(0), h),
-    "along the last dim of a number": lambda h, x: (h.sin() + x, [h[0, 0].mean(-1, keepdim=True), h[0, 0].var(0, correction=0)]),
+    "along a dim of a number": lambda h, x: (h.sin() + x, [h[0, 0].mean(-1, True), h[0, 0].var(0, correction=0)]),
     "sum of a number": lambda h, x: (h.sin() + x * h[0, 0].mean(), h[0, 0].sum(0)),
     "larger one": lambda h, x: (torch.max(h, x.sin()), torch.min(h, x)),
     "products and sums": lambda h, x: (

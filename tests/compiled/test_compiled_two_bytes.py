@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_leaves
 from torch.nn import functional as F
+from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tests.support.devices import HERE

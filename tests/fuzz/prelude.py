@@ -19,7 +19,7 @@ def make(*shape, seed, low=-1.0, high=1.0, dtype=torch.float64, grad=False):
         x = x * (1 + noise[0] * (torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") - 0.5))
     if dtype.is_complex:
         x = torch.complex(x, x.flip(-1) if x.dim() else -x)
-    return x.to(torch.get_default_device(), dtype).requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
+    return x.to(torch.get_default_device(), dtype).requires_grad_(grad and dtype.is_floating_point | dtype.is_complex)
 
 
 def edge(*shape, seed, kind, dtype=torch.float64, grad=False):
@@ -36,7 +36,7 @@ def edge(*shape, seed, kind, dtype=torch.float64, grad=False):
             x = torch.where(x == 2, torch.inf, x)
     if noise[1]:
         x = x * (1 + noise[1] * (torch.rand(shape, generator=generator, dtype=torch.float64, device="cpu") - 0.5))
-    return x.to(torch.get_default_device(), dtype).requires_grad_(grad and (dtype.is_floating_point or dtype.is_complex))
+    return x.to(torch.get_default_device(), dtype).requires_grad_(grad and dtype.is_floating_point | dtype.is_complex)
 
 
 def leaves_of(outputs, name=""):

@@ -238,7 +238,7 @@ def _as_near(sample: Sample, where: Placed, found: Outcome, expected: Outcome, g
     except Exception:
         return False
     each = [t for name in expected for t in zip(*(o[name] for o in (found, expected, exact, shaken)), strict=True)]
-    return all(_nearer(*t, slack) for t in each if all(x is not None for x in t))
+    return all(_nearer(x, y, e, s, slack) for x, y, e, s in each if all(z is not None for z in (x, y, e, s)))
 
 
 def _shaken(x: Tensor) -> Tensor:
