@@ -213,6 +213,14 @@ def test_chunks_are_no_larger_than_memory_is_for(monkeypatch: pytest.MonkeyPatch
     assert core._size(1000, 0) == 1
 
 
+def test_what_is_held_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, _ = cell("rnn", 40)
+    for most, held in ((64, "36,864"), (8, "4,608"), (1, "576")):
+        monkeypatch.setattr(target, "CHUNKS", most * 576)
+        said = f"192 bytes read and 384 written a step beside the carry, at most {held} of them held"
+        assert GraphTarget().describe(step)[-1] == said
+
+
 # ---- failures
 
 
