@@ -136,6 +136,11 @@ def test_padded_queries_with_packed_keys_and_the_other_way(packed: str) -> None:
     p, x = make(LENS, 6), torch.randn(4, 5, 6, dtype=D, requires_grad=True)
     q, k = (p, x) if packed == "queries" else (x, p)
     out = sdpa(heads(q), heads(k), heads(k))
+    seen = []
+    for y in (x[:1], x[:1].expand(4, 5, 6)):  # one padded row is every row's
+        q1, k1 = (p, y) if packed == "queries" else (y, p)
+        seen.append(merge(sdpa(heads(q1), heads(k1), heads(k1))))
+    torch.testing.assert_close(*(y.values if isinstance(y, PackedTensor) else y for y in seen))
     layer = nn.MultiheadAttention(6, 2, batch_first=True, dtype=D)
     for found in (merge(out), *layer(q, k, k)[:1], layer(q, k, k, need_weights=False)[0]):
         assert isinstance(found, PackedTensor) == (packed == "queries")

@@ -272,6 +272,7 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("heads", lambda x, p: p.view(4, p.shape[1], 4, -1), TypeError, "as .*keep the first two"),
     ("flattened", lambda x, p: x.flatten(1, 2), TypeError, "the ragged dim stays"),
     ("other rows", lambda x, p: x + split(make([4, 1, 3, 0], 6)), ValueError, "different lens"),
+    ("view as others", lambda x, p: x.view_as(split(make([4, 1, 3, 0], 6))), ValueError, "of other rows"),
     ("other order", lambda x, p: x + x.transpose(0, 1), TypeError, "aligned from their last dims"),
     ("a table", lambda x, p: x * torch.ones(3, 3, dtype=D), ValueError, "whose longest row has 4"),
     ("values", lambda x, p: x.values, AttributeError, r"x.transpose\(1, 2\).values"),
