@@ -9,9 +9,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.eager import EagerCore
-from tensorloop.compiler.targets.graphs.recorded import SIZES, Recorded, trials
+from tensorloop.compiler.targets.graphs.in_place import InPlace
+from tensorloop.compiler.targets.graphs.recorded import SIZES, STATIC, Recorded, trials
+from tensorloop.compiler.targets.graphs.slots import bytes_of_slots, has_arrays, lengths_at, not_empty, slots_for
 
 MOST_STREAMS = 4  # of which a core keeps memory and graphs
 
@@ -45,6 +48,7 @@ class GraphCore:
         self._lock = threading.Lock()
         self._recorded: OrderedDict[Settings, Recorded] = OrderedDict()
         self._failed = False
+        self._arrays, self._full = has_arrays(step), not_empty(step)
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs the steps."""
@@ -55,13 +59,13 @@ class GraphCore:
 
         What fails has changed no more than outs, which are written again.
         """
-        if call.steps <= 0 or self._failed:
+        if call.steps <= 0 or self._failed or (self._arrays and not self._takes(call)):
             return self.eager(call)
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 return self.eager(call)
             try:
-                recorded = self._here()
+                recorded = self._here(slots_for(self._step, call) if self._arrays else [])
                 with recorded.lock, torch.no_grad():
                     return recorded.run(call, who)
             except Exception as error:
@@ -78,13 +82,24 @@ class GraphCore:
         )
         return found
 
-    def _here(self) -> Recorded:
-        """What is recorded for the caller's stream and settings; those that were not used for longest are let go."""
+    def _takes(self, call: CoreCall) -> bool:
+        """Whether arrays are as small as graphs have memory for, and all their slots that a step reads are there."""
+        ends = [lengths_at(self._step, call, t) for t in (0, call.steps - 1)]
+        small = bytes_of_slots(self._step, slots_for(self._step, call)) <= STATIC
+        return small and all_hold(self._full, ends) and self.eager.fits(call.steps, call.lengths)
+
+    def _here(self, slots: Sequence[int]) -> Recorded:
+        """What is recorded for the caller's stream and settings; those that were not used for longest are let go.
+
+        Where arrays have outgrown their memory all is recorded anew.
+        """
         key = Settings.now()
         with self._lock:
             found = self._recorded.pop(key, None)
-            if found is None:
-                found = Recorded(self._step, self.eager.module)
+            if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
+                slots = slots if found is None else [*map(max, slots, found.slots)]
+                module = InPlace(self._step, slots).module if self._arrays else self.eager.module
+                found = Recorded(self._step, module, slots)
             self._recorded[key] = found
             while len(self._recorded) > MOST_STREAMS:
                 self._recorded.popitem(last=False)
@@ -95,6 +110,11 @@ class GraphCore:
         return self.eager.fits(steps, lengths)
 
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
-        """Returns a core for many calls of few steps that brings the invariants to its memory once."""
+        """Returns a core for many calls of few steps that brings the invariants to its memory once.
+
+        With arrays it runs operation by operation: each call would bring them there and take them away.
+        """
+        if self._arrays:
+            return self.eager
         who = object()
         return lambda call: self._run(call, who)

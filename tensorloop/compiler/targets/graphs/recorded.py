@@ -8,7 +8,7 @@ replays it.
 import contextlib
 import functools
 import threading
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -16,16 +16,16 @@ from torch import Tensor, fx
 
 from tensorloop._torch.grad_modes import lasting
 from tensorloop._torch.tracing import without_modes
+from tensorloop.compiler.lengths import grows, shape_of
 from tensorloop.compiler.operations import aten, bytes_of, value_of
 from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.targets.graphs.slots import Pairs, brought, in_slots, overwrites, taken
 from tensorloop.compiler.targets.proved import Trial
 
 SIZES = 64, 8, 1  # steps of a graph
 STATIC = 2**27  # bytes at most of all that a step reads and writes; to touch so much takes longer than to launch it
 CHUNKS = 2**25  # bytes at most of a chunk of sequences and outs
 SMALL = 2**20  # bytes of a chunk that nobody minds; a larger one is at most half of a loop's sequences and outs
-
-Pairs = Iterable[tuple[Tensor, Tensor]]  # where to, where from
 
 
 class Chunk(NamedTuple):
@@ -38,17 +38,25 @@ class Chunk(NamedTuple):
 
 
 class Recorded:
-    """Runs a step on one stream, for one caller at a time, who holds the `lock`."""
+    """Runs a step on one stream, for one caller at a time, who holds the `lock`.
 
-    def __init__(self, step: Step, module: fx.GraphModule) -> None:
-        self.lock = threading.Lock()
+    Arrays of the carry lie in memory of `slots` slots for the length of a call; `module` is then that of `InPlace`.
+    """
+
+    def __init__(self, step: Step, module: fx.GraphModule, slots: Sequence[int] = ()) -> None:
+        self.lock, self.slots = threading.Lock(), slots
         self._step, self._module, self._device = step, module, step.place.device
         self._asks = step.going is not None
+        # A step behind the end does again what the last real one did. That may append, but not change slots again.
+        self._alone = self._asks and overwrites(step)
         self._bytes = _bytes_a_step(step)
+        read = [n for n in step.sequences if grows(n)]
+        self._rows = [n for n in step.sequences if not grows(n)]
         with lasting(), without_modes():
-            self._invariants, self._carry, self._sums = (
-                [self._new(n) for n in nodes] for nodes in (step.invariants, step.carry, step.sums)
+            self._invariants, self._read, self._carry, self._sums = (
+                [self._new(n) for n in nodes] for nodes in (step.invariants, read, step.carry, step.sums)
             )
+            self._lengths = [torch.zeros((), dtype=torch.int64, device=self._device) for _ in slots]
             # Whether the loop goes on, and how many steps it has done. `_told` has both for the host: the count, or
             # where the loop has ended -1 less the count.
             self._alive, self._done = (torch.ones((), dtype=x, device=self._device) for x in (torch.bool, torch.int64))
@@ -59,13 +67,17 @@ class Recorded:
         self._loaded: object = None  # whose invariants are in memory
 
     def _new(self, node: fx.Node, *rows: int) -> Tensor:
-        value = value_of(node)
-        return torch.empty((*rows, *value.shape), dtype=value.dtype, device=self._device)
+        shape = *rows, *in_slots(shape_of(node), self.slots)
+        found = torch.empty(shape, dtype=value_of(node).dtype, device=self._device)
+        return found.zero_() if grows(node) else found  # slots that are nobody's hold numbers, too
 
     def run(self, call: CoreCall, who: object = None) -> tuple[list[Tensor], int]:
         """Runs at least one step and at most so many; who comes again as the same `who` has the same invariants."""
-        steps, invariants, sequences, carry, outs, sums, _ = call
-        coming = [*zip(self._carry, carry, strict=True), *zip(self._sums, sums, strict=True)]
+        steps, invariants, sequences, carry, outs, sums, lengths = call
+        coming = [*brought(self._step, call, self._carry, self._read), *zip(self._sums, sums, strict=True)]
+        sequences = [x for n, x in zip(self._step.sequences, sequences, strict=True) if not grows(n)]
+        for length, now in zip(self._lengths, lengths, strict=True):
+            length.fill_(now)
         if who is None or self._loaded is not who:
             coming += zip(self._invariants, invariants, strict=True)
             self._loaded = None
@@ -83,13 +95,15 @@ class Recorded:
             if self._asks:
                 told = int(self._told)  # the one wait for the device
                 done, going = (told, True) if told >= 0 else (-1 - told, False)
-        last = [torch.empty_like(x) for x in self._carry]
-        copy([*coming, *zip(last, self._carry, strict=True), *zip(sums, self._sums, strict=True)])
+        last = [x if grows(n) else torch.empty_like(x) for n, x in zip(self._step.carry, carry, strict=True)]
+        own = [(x, y) for n, x, y in zip(self._step.carry, last, self._carry, strict=True) if not grows(n)]
+        arrays = taken(self._step, call, self._carry, done)
+        copy([*coming, *own, *arrays, *zip(sums, self._sums, strict=True)])
         return last, done
 
     def _size(self, steps: int, done: int) -> int:
         """Steps of the next chunk after so many: no more than there are, than memory is for, than are worth a guess."""
-        most = steps - done
+        most = 1 if self._alone else steps - done
         if self._asks:  # those behind the end are computed in vain: so many at most as were needed
             most = min(most, max(done, SIZES[-2]))
 
@@ -105,7 +119,7 @@ class Recorded:
             copy([*coming, *zip(found.sequences, sequences, strict=True)])
             return found
         with lasting(), without_modes():
-            mine, outs = ([self._new(n, size) for n in nodes] for nodes in (self._step.sequences, self._step.outs))
+            mine, outs = ([self._new(n, size) for n in nodes] for nodes in (self._rows, self._step.outs))
         copy([*coming, *zip(mine, sequences, strict=True)])
         found = Chunk(size, mine, outs, torch.cuda.CUDAGraph())
         with lasting(), without_modes():
@@ -131,7 +145,7 @@ class Recorded:
 
         The second has what the first has not: values that stay where the loop has ended.
         """
-        changed = [*self._carry, *self._sums, self._alive, self._done]
+        changed = [*self._carry, *self._lengths, *self._sums, self._alive, self._done]
         kept = [x.clone() for x in changed]
         self._steps(chunk, min(chunk.size, 2))
         copy(zip(changed, kept, strict=True))
@@ -143,14 +157,15 @@ class Recorded:
         was fed, so it does nothing that that one did not, such as read behind the end of a table, and its results are
         dropped.
         """
-        n, m, k = (len(x) for x in (self._carry, chunk.outs, self._sums))
-        state, fed = list(self._carry), list[Tensor]()
+        carry = [*self._carry, *self._lengths]
+        n, m, k = (len(x) for x in (carry, chunk.outs, self._sums))
+        state, fed = list(carry), list[Tensor]()
         for i in range(count):
             row = chunk.size - 1 - i if self._step.reverse else i
             maybe_ended = self._asks and i > 0
             given = [*(x[row] for x in chunk.sequences), *state]
             fed = self._while_alive(given, fed) if maybe_ended else given
-            found = self._module.forward(*self._invariants, *fed)
+            found = self._module.forward(*self._invariants, *self._read, *fed)
             copy(zip((x[row] for x in chunk.outs), found[n : n + m], strict=True))
             for total, x in zip(self._sums, found[n + m : n + m + k], strict=True):
                 total.copy_(torch.where(self._alive, total + x, total)) if maybe_ended else total.add_(x)
@@ -159,24 +174,25 @@ class Recorded:
                 self._done.add_(self._alive)
                 self._alive.logical_and_(found[-1].reshape(()))
             state = new
-        self._keep(state)
+        self._keep(carry, state)
         if self._asks:
             self._told.copy_(torch.where(self._alive, self._done, -1 - self._done))
 
     def _while_alive(self, new: Sequence[Tensor], old: Sequence[Tensor]) -> list[Tensor]:
         return [x if x is y else torch.where(self._alive, x, y) for x, y in zip(new, old, strict=True)]
 
-    def _keep(self, state: Sequence[Tensor]) -> None:
+    def _keep(self, carry: Sequence[Tensor], state: Sequence[Tensor]) -> None:
         """Puts a state where the carry lies. What is a look at the carry itself, as where two swap, is copied first."""
-        places = {x.untyped_storage().data_ptr() for x in self._carry}
-        pairs = [(y, x) for y, x in zip(self._carry, state, strict=True) if x is not y]
+        places = {x.untyped_storage().data_ptr() for x in carry}
+        pairs = [(y, x) for y, x in zip(carry, state, strict=True) if x is not y]
         copy([(y, x.clone() if x.untyped_storage().data_ptr() in places else x) for y, x in pairs])
 
 
 def trials(step: Step) -> list[Trial]:
     """Returns which calls of a step are the first that replay a graph of each size, with steps for the tail."""
     found, tail = list[Trial](), SIZES[-2] + 1
-    for size in SIZES[:-1]:
+    alone = step.going is not None and overwrites(step)
+    for size in () if alone else SIZES[:-1]:
         held = size * _bytes_a_step(step)
         if held <= CHUNKS:  # as `_size` has it
             at_once = held <= SMALL and (step.going is None or size <= SIZES[-2])
@@ -186,7 +202,7 @@ def trials(step: Step) -> list[Trial]:
 
 
 def _bytes_a_step(step: Step) -> int:
-    return sum(map(bytes_of, (*step.sequences, *step.outs)))
+    return sum(bytes_of(n) for n in (*step.sequences, *step.outs) if not grows(n))
 
 
 def copy(pairs: Pairs) -> None:

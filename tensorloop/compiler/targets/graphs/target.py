@@ -7,11 +7,14 @@ from typing import Any
 import torch
 from torch import fx
 
+from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, value_of
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.core import GraphCore
+from tensorloop.compiler.targets.graphs.in_place import InPlace, jumping
 from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
+from tensorloop.compiler.targets.graphs.slots import FEW, has_arrays
 from tensorloop.compiler.targets.proved import Proved
 
 # What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.
@@ -50,15 +53,22 @@ class GraphTarget:
         except Unsupported as lack:
             return [f"no graph: {lack.reason}"]
         work = [n for n in step.graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n)]
-        kinds = {value_of(n).dtype for n in (*step.sequences, *step.outs)}
-        read, written = (sum(map(bytes_of, nodes)) for nodes in (step.sequences, step.outs))
+        rows = [n for n in step.sequences if not grows(n)]
+        kinds = {value_of(n).dtype for n in (*rows, *step.outs)}
+        read, written = (sum(map(bytes_of, nodes)) for nodes in (rows, step.outs))
         held = next((size for size in SIZES if size * (read + written) <= CHUNKS), SIZES[-1]) * (read + written)
-        return [
+        lines = [
             f"a graph for {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} steps at once: a launch, and a copy for "
             f"each dtype, here {max(1, len(kinds))}; it has {len(work)} operations a step",
             "waits for the device once a graph" if step.going is not None else "does not wait for the device",
             f"{read:,} bytes read and {written:,} written a step beside the carry, at most {held:,} of them held",
         ]
+        if has_arrays(step):
+            lines.append(
+                f"arrays lie in memory of {FEW}, {2 * FEW}, {4 * FEW} ... slots, copied there and back once a call; "
+                f"what takes more than {STATIC // 2**20} MiB runs step by step"
+            )
+        return lines
 
     def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:
         """Raises `Unsupported`: operations do not say which rows they read."""
@@ -71,12 +81,14 @@ class GraphTarget:
 
 def check(step: Step) -> None:
     """Raises `Unsupported` where a step cannot be recorded, or is so large that its launches are no burden."""
-    if step.growth:
-        raise Unsupported("its arrays are longer at each step, and a CUDA graph has sizes that stay")
+    if has_arrays(step):
+        InPlace(step, [FEW] * len(step.growth))
+        if (n := jumping(step)) is not None:
+            raise Unsupported(f"a comparison sees {n.target._opname} of what is as long as an array", n)  # pyright: ignore
     for n in step.graph.nodes:
         if n.op == "call_function" and (why := _why_not(n)):
             raise Unsupported(f"{getattr(n.target, '_opname', n.name)} {why}", n)
-    held = sum(map(bytes_of, (*step.inputs, *step.outs, *step.sums))) + _intermediate(step.graph)
+    held = sum(bytes_of(n) for n in (*step.inputs, *step.outs, *step.sums) if not grows(n)) + _intermediate(step.graph)
     if held > STATIC:
         raise Unsupported(f"a step reads and writes {held / 2**20:,.0f} MiB, more than is kept for CUDA graphs")
 
@@ -102,4 +114,5 @@ def _why_not(node: fx.Node) -> str:
 
 def _intermediate(graph: fx.Graph) -> int:
     """Bytes of all that a step computes: more than a graph's memory for it, where what is not needed is used again."""
-    return sum(bytes_of(n) for n in graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n))
+    made = (n for n in graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n))
+    return sum(bytes_of(n) for n in made if not grows(n))
