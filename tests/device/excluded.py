@@ -55,8 +55,6 @@ EXCLUDED = {
     ),
     BYTES: (
         "compiled/test_compiled_around.py::test_making_a_plan_does_not_count",
-        "compiled/test_compiled_array_checkpoints.py::test_no_more_is_held_than_by_the_eager_loop[reading]",
-        "compiled/test_compiled_array_checkpoints.py::test_no_more_is_held_than_by_the_eager_loop[remembering]",
         "compiled/test_compiled_checkpoints.py::test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one",
     ),
     EXPORTED: (

@@ -1,14 +1,15 @@
 """A loop whose steps run one by one in torch operations: for what a back end lacks, and to test others against."""
 
-from collections.abc import Callable, Container, Sequence
+from collections.abc import Callable, Container, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import Length, Sized, all_hold, of_slice, shape_of
-from tensorloop.compiler.operations import aten
+from tensorloop.compiler.emitter.lower.growing import scheduled
+from tensorloop.compiler.lengths import WRITES, Length, Sized, all_hold, grows, of_slice, shape_of, versions
+from tensorloop.compiler.operations import aten, is_view
 from tensorloop.compiler.place import Place, put_on
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
 
@@ -21,13 +22,16 @@ class EagerCore:
 
     def __init__(self, step: Step) -> None:
         graph, new = fx.Graph(), dict[fx.Node, fx.Node]()
-        for n in step.graph.nodes:
+        order, changes = _in_place(step)
+        written = any(n.target in WRITES for n in changes)
+        for n in order:
             if n.op != "output":
                 new[n] = graph.node_copy(n, lambda a: new[a])
                 if n.target is aten.view.default:
                     new[n].target = aten.reshape.default
-        for n in _appends(step):
-            new[n].target = _append
+                new[n].target = changes.get(n, new[n].target)
+                if written and is_view(n) and not grows(n) and any(map(grows, n.all_input_nodes)):
+                    new[n] = graph.call_function(aten.clone.default, (new[n],))  # as the slots are now
         graph.output(tuple(new[n] for n in step.outputs))
         put_on(graph, step.place.device)
         self.module = fx.GraphModule(torch.nn.Module(), graph)
@@ -89,29 +93,30 @@ def _others(state: Sequence[Tensor], sizes: Sequence[Length | None]) -> list[Ten
     return [x if size is None else None for x, size in zip(state, sizes, strict=True)]
 
 
-def _appends(step: Step) -> list[fx.Node]:
-    """Nodes that put rows behind a carried array and give what it is in the next step.
+def _in_place(step: Step) -> tuple[Sequence[fx.Node], dict[fx.Node, Any]]:
+    """(the nodes in the order in which they run, what is done in their place to arrays where they lie).
 
-    Each is the only one that is made of the array before it, so no other's rows are in that memory.
+    A slot that there is is overwritten when nobody will look at the array as it was before any more; if that cannot be,
+    in a copy.
     """
-    found = list[fx.Node]()
+    found = _changes(step, {**_APPEND, **_OVERWRITE})
+    if not any(n.target in WRITES for n in found):
+        return list(step.graph.nodes), found
+    try:
+        return scheduled(step), found
+    except Unsupported:
+        return list(step.graph.nodes), _changes(step, _APPEND)
+
+
+def _changes(step: Step, kinds: Mapping[Any, Any]) -> dict[fx.Node, Any]:
+    """What stands for nodes that change a carried array in these ways, up to the first that makes another one."""
+    found = dict[fx.Node, Any]()
     for array, last in zip(step.carry, step.next_carry, strict=True):
-        chain = list[fx.Node]()
-        n: Any = last
-        while n is not array and _is_append(n):
-            chain.append(n)
-            n = n.args[0][0]
-        made = [*chain[1:], array]
-        alone = all(sum(_is_append(user) and user.args[0][0] is x for user in x.users) == 1 for x in made)  # pyright: ignore
-        if n is array and chain and alone:
-            found += chain
+        for n in reversed(versions(array, last)[:-1] if grows(array) else []):
+            if n.target not in kinds:
+                break
+            found[n] = kinds[n.target]
     return found
-
-
-def _is_append(n: Any) -> bool:
-    parts = n.args[0] if n.op == "call_function" and n.target is aten.cat.default else ()
-    along = len(n.args) < 2 or n.args[1] == 0
-    return bool(parts) and along and isinstance(next(iter(shape_of(parts[0])), None), Length)
 
 
 def _append(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
@@ -121,6 +126,15 @@ def _append(parts: Sequence[Tensor], dim: int = 0) -> Tensor:
     grown = array.as_strided((length, *array.shape[1:]), array.stride(), array.storage_offset())
     torch.cat(rows, out=grown[len(array) :]) if len(rows) > 1 else grown[len(array) :].copy_(rows[0])
     return grown
+
+
+def _put(array: Tensor, slot: Tensor, dim: int, index: int) -> Tensor:
+    array.select(dim, index).copy_(slot)
+    return array
+
+
+_APPEND = {aten.cat.default: _append}
+_OVERWRITE = {aten.select_scatter.default: _put, aten.index_put.default: aten.index_put_.default}
 
 
 class EagerTarget:

@@ -9,12 +9,11 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.step import CoreCall, Step
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.graphs.in_place import InPlace
-from tensorloop.compiler.targets.graphs.recorded import SIZES, STATIC, Recorded, trials
-from tensorloop.compiler.targets.graphs.slots import bytes_of_slots, has_arrays, lengths_at, not_empty, slots_for
+from tensorloop.compiler.targets.graphs.recorded import SIZES, Recorded, trials
+from tensorloop.compiler.targets.graphs.slots import Room, has_arrays
 
 MOST_STREAMS = 4  # of which a core keeps memory and graphs
 
@@ -48,7 +47,7 @@ class GraphCore:
         self._lock = threading.Lock()
         self._recorded: OrderedDict[Settings, Recorded] = OrderedDict()
         self._failed = False
-        self._arrays, self._full = has_arrays(step), not_empty(step)
+        self._room = Room(step) if has_arrays(step) else None
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs the steps."""
@@ -59,13 +58,13 @@ class GraphCore:
 
         What fails has changed no more than outs, which are written again.
         """
-        if call.steps <= 0 or self._failed or (self._arrays and not self._takes(call)):
+        if call.steps <= 0 or self._failed or not self._has_room(call):
             return self.eager(call)
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 return self.eager(call)
             try:
-                recorded = self._here(slots_for(self._step, call) if self._arrays else [])
+                recorded = self._here([] if self._room is None else self._room.slots(call))
                 with recorded.lock, torch.no_grad():
                     return recorded.run(call, who)
             except Exception as error:
@@ -82,11 +81,9 @@ class GraphCore:
         )
         return found
 
-    def _takes(self, call: CoreCall) -> bool:
+    def _has_room(self, call: CoreCall) -> bool:
         """Whether arrays are as small as graphs have memory for, and all their slots that a step reads are there."""
-        ends = [lengths_at(self._step, call, t) for t in (0, call.steps - 1)]
-        small = bytes_of_slots(self._step, slots_for(self._step, call)) <= STATIC
-        return small and all_hold(self._full, ends) and self.eager.fits(call.steps, call.lengths)
+        return self._room is None or (self._room.fits(call) and self.eager.fits(call.steps, call.lengths))
 
     def _here(self, slots: Sequence[int]) -> Recorded:
         """What is recorded for the caller's stream and settings; those that were not used for longest are let go.
@@ -98,7 +95,7 @@ class GraphCore:
             found = self._recorded.pop(key, None)
             if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
                 slots = slots if found is None else [*map(max, slots, found.slots)]
-                module = InPlace(self._step, slots).module if self._arrays else self.eager.module
+                module = self.eager.module if self._room is None else InPlace(self._step, slots).module
                 found = Recorded(self._step, module, slots)
             self._recorded[key] = found
             while len(self._recorded) > MOST_STREAMS:
@@ -114,7 +111,7 @@ class GraphCore:
 
         With arrays it runs operation by operation: each call would bring them there and take them away.
         """
-        if self._arrays:
+        if self._room is not None:
             return self.eager
         who = object()
         return lambda call: self._run(call, who)

@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.emitter.lower.growing import scheduled
+from tensorloop.compiler.emitter.lower.growing import scheduled, written
 from tensorloop.compiler.lengths import (
     Length,
     Size,
@@ -22,7 +22,6 @@ from tensorloop.compiler.lengths import (
     has_length,
     meets_growing,
     shape_of,
-    versions,
 )
 from tensorloop.compiler.operations import (
     asks_for_infinity,
@@ -36,7 +35,7 @@ from tensorloop.compiler.step import Step, Unsupported
 from tensorloop.compiler.targets.graphs.slots import in_slots
 from tensorloop.compiler.walks import needed_for
 
-_ROUNDED = {"sum", "mm", "bmm", "cumsum"}  # otherwise in tensors of other sizes
+_ROUNDED = {"sum", "mm", "bmm"}  # otherwise in tensors of other sizes
 _INT_TRAPS = {"remainder", "fmod", "div", "floor_divide"}  # by zero, which a slot that is nobody's may hold
 
 
@@ -65,7 +64,7 @@ class InPlace:
 
     def __init__(self, step: Step, slots: Sequence[int]) -> None:
         self.step, self._slots = step, slots
-        self.versions = versions_of(step)
+        self.versions = written(step)
         self.graph = fx.Graph()
         self._numbers: dict[Any, Any] = {}
         self._new: dict[fx.Node, Any] = {}
@@ -109,7 +108,7 @@ class InPlace:
             return type(x)(map(self.sized, x))
         return in_slots([x], self._slots)[0]
 
-    def number(self, size: Size) -> Any:
+    def number(self, size: Size | Length) -> Any:
         """A size, or a place, as it is in this step: a number on the device where it follows a length."""
         if not isinstance(size, Length):
             return size
@@ -202,14 +201,13 @@ class InPlace:
             if target._overloadname not in ("Tensor", "Scalar") or value.dtype not in _NUMBERS or kwargs:
                 return None
             target = getattr(aten, target._opname).Tensor
-            args = tuple(
-                self.call(aten._to_copy.default, self.number(dataclasses.replace(a, real=False)), dtype=value.dtype)
-                if isinstance(a, Length)
-                else self.of(a)
-                for a in args
-            )
-            return self.call(target, *args)
+            return self.call(target, *(self._operand(a, value.dtype) for a in args))
         return self.call(target, *self.of(args), **self.of(kwargs))
+
+    def _operand(self, x: Any, dtype: torch.dtype) -> Any:
+        if not isinstance(x, Length):
+            return self.of(x)
+        return self.call(aten._to_copy.default, self.number(dataclasses.replace(x, real=False)), dtype=dtype)
 
 
 _NUMBERS = (torch.float32, torch.float64, torch.int64)  # that hold a length exactly
@@ -228,12 +226,20 @@ def _select(to: InPlace, n: fx.Node, x: fx.Node, dim: int = 0, index: Size = 0) 
 def _slice(
     to: InPlace, n: fx.Node, x: fx.Node, dim: int = 0, start: Any = None, stop: Any = None, step: int = 1
 ) -> Any:
+    dim %= len(shape_of(x))
     size, count = shape_of(x)[dim], shape_of(n)[dim]
     if not isinstance(size, Length):
         return to._as_it_is(n)
     start = 0 if start is None else start + size if start < 0 else start
-    if isinstance(count, Length):  # the first ones: the others are nobody's from now on
-        return to.of(x) if start == 0 and step == 1 else None
+    if isinstance(count, Length):  # as many in memory, of which the last ones are nobody's from now on
+        moved = [0] * (2 * (len(shape_of(x)) - 1 - dim)) + [-start, start]
+        return (
+            None
+            if step != 1 or isinstance(start, Length)
+            else to.of(x)
+            if not start
+            else to.call(aten.constant_pad_nd.default, to.of(x), moved)
+        )
     return to.call(aten.index_select.default, to.of(x), dim, to.places(start, count, step))
 
 
@@ -302,10 +308,17 @@ def _full(to: InPlace, n: fx.Node, size: Sequence[Size], value: Any, **kwargs: A
 
 
 def _pad(to: InPlace, n: fx.Node, x: fx.Node, pad: Sequence[Size], value: Any = 0) -> Any:
-    """Zeros around some slots."""
-    if value != 0 or grows(x) or any(pad[: 2 * (value_of(x).dim() - 1)]) or len(pad) < 2 * value_of(x).dim():
-        return None
-    return Pending(n, (Part(to.of(x), pad[-2], len(value_of(x))),))
+    """Zeros around some slots, or around what is as long as an array."""
+    shape = shape_of(x)
+    if not grows(x):
+        alone = not any(pad[: 2 * (len(shape) - 1)]) and len(pad) == 2 * len(shape)
+        return Pending(n, (Part(to.of(x), pad[-2], int(shape[0])),)) if alone and value == 0 else None
+    pad = list(pad)
+    for d, size in enumerate(shape):
+        k = 2 * (len(shape) - 1 - d)
+        if isinstance(size, Length) and k < len(pad):  # behind it memory has room
+            pad[k + 1] = -pad[k]
+    return None if has_length(pad) else to.call(aten.constant_pad_nd.default, to.filled(x, value), pad, value)
 
 
 def _add(to: InPlace, n: fx.Node, a: Any, b: Any, **kwargs: Any) -> Any:
@@ -375,7 +388,7 @@ _RULES: dict[str, Rule] = {
     "add": _add,
     "view": _view,
     "expand": _expand,
-    **dict.fromkeys(("permute", "unsqueeze", "clone", "cumsum"), _moved),
+    **dict.fromkeys(("permute", "unsqueeze", "clone"), _moved),
     **dict.fromkeys(("sum", "amax", "amin"), _reduced),
     **dict.fromkeys(("mm", "bmm"), _product),
 }
@@ -399,12 +412,6 @@ def _add_rows(memory: Tensor, places: Tensor, rows: Tensor) -> None:
 
 
 # ---- what is known of a step
-
-
-def versions_of(step: Step) -> set[fx.Node]:
-    """Returns the arrays of a carry, and what they become in a step up to the next carry: all are one memory."""
-    pairs = zip(step.carry, step.next_carry, strict=True)
-    return {n for array, last in pairs if grows(array) for n in versions(array, last)}
 
 
 def jumping(step: Step) -> fx.Node | None:

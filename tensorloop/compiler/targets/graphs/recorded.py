@@ -76,7 +76,7 @@ class Recorded:
         steps, invariants, sequences, carry, outs, sums, lengths = call
         coming = [*brought(self._step, call, self._carry, self._read), *zip(self._sums, sums, strict=True)]
         sequences = [x for n, x in zip(self._step.sequences, sequences, strict=True) if not grows(n)]
-        for length, now in zip(self._lengths, lengths, strict=True):
+        for length, now in zip(self._lengths, lengths, strict=False):  # without arrays there are none in memory
             length.fill_(now)
         if who is None or self._loaded is not who:
             coming += zip(self._invariants, invariants, strict=True)

@@ -5,11 +5,13 @@ from collections.abc import Iterable, Iterator, Sequence
 
 from torch import Tensor, fx
 
-from tensorloop.compiler.lengths import Length, Size, grows, shape_of, shapes_of, versions
+from tensorloop.compiler.emitter.lower.growing import written
+from tensorloop.compiler.lengths import Length, Size, all_hold, grows, shape_of, shapes_of, versions
 from tensorloop.compiler.operations import aten, is_part, shares_memory, value_of
 from tensorloop.compiler.step import CoreCall, Step
 
 FEW = 16  # slots for which there is always room
+MOST = 2**27  # bytes of all that is as long as an array; to touch more takes longer than to launch it
 Pairs = Iterable[tuple[Tensor, Tensor]]  # where to, where from
 
 
@@ -30,37 +32,42 @@ def changes(array: fx.Node, last: fx.Node) -> set[str]:
 
 def overwrites(step: Step) -> bool:
     """Whether a step changes slots that there were before it."""
-    pairs = zip(step.carry, step.next_carry, strict=True)
-    return any(grows(array) and changes(array, last) - {"cat"} for array, last in pairs)
+    return any(n.op == "call_function" and n.target is not aten.cat.default for n in written(step))
 
 
-def slots_for(step: Step, call: CoreCall) -> list[int]:
-    """Returns how many slots, by symbol, hold whatever a call's steps make: powers of two."""
-    sizes = {s for n in step.graph.nodes if grows(n) for shape in shapes_of(n) for s in shape if isinstance(s, Length)}
-    found = list[int]()
-    for k, (n, more) in enumerate(zip(call.lengths, step.growth, strict=True)):
-        behind = max((-(-s.shift // s.scale) for s in sizes if s.symbol == k), default=0)
-        most = max(n, n + more * call.steps) + max(behind, 0)
-        found.append(1 << max(most - 1, FEW - 1).bit_length())
-    return found
+class Room:
+    """How many slots the arrays of a call need."""
+
+    def __init__(self, step: Step) -> None:
+        self._step = step
+        sizes = [s for n in step.graph.nodes if grows(n) for shape in shapes_of(n) for s in shape]
+        growing = {s for s in sizes if isinstance(s, Length)}
+        each = range(len(step.growth))
+        self._behind = [max((-(-s.shift // s.scale) for s in growing if s.symbol == k), default=0) for k in each]
+        asked = [n for n in step.graph.nodes if n.target in (aten.amax.default, aten.amin.default)]
+        found = (size for n in asked for size in shape_of(n.all_input_nodes[0]))
+        self._not_empty = [size - 1 for size in found if isinstance(size, Length)]
+
+    def slots(self, call: CoreCall) -> list[int]:
+        """Returns how many, by symbol, hold whatever the call's steps make: powers of two."""
+        ends = zip(*(lengths_at(self._step, call, t) for t in (0, call.steps - 1)), strict=True)
+        most = (max(pair) + max(behind, 0) for pair, behind in zip(ends, self._behind, strict=True))
+        return [1 << max(n - 1, FEW - 1).bit_length() for n in most]
+
+    def fits(self, call: CoreCall) -> bool:
+        """Whether all that is as long as an array takes at most `MOST` bytes, and is not empty where it may not be."""
+        ends = [lengths_at(self._step, call, t) for t in (0, call.steps - 1)]
+        return all_hold(self._not_empty, ends) and bytes_of_slots(self._step, self.slots(call)) <= MOST
 
 
 def bytes_of_slots(step: Step, slots: Sequence[int]) -> int:
     """Returns the bytes of all that is as long as an array, in memory of so many slots."""
-    found = 0
-    pairs = zip(step.carry, step.next_carry, strict=True)
-    same = {n for array, last in pairs if grows(array) for n in versions(array, last) if n is not array}
+    found, same = 0, written(step) - {*step.carry}
     for n in step.graph.nodes:
         put_off = getattr(n.target, "_opname", "") in ("constant_pad_nd", "full")
         if grows(n) and n not in same and not put_off and not shares_memory(n) and not is_part(n):
             found += sum(math.prod(in_slots(shape, slots)) for shape in shapes_of(n)) * value_of(n).element_size()
     return found
-
-
-def not_empty(step: Step) -> list[Size]:
-    """Returns, less one, the sizes of what a step takes the greatest or least number of."""
-    asked = [n for n in step.graph.nodes if n.target in (aten.amax.default, aten.amin.default)]
-    return [size - 1 for n in asked for size in shape_of(n.all_input_nodes[0]) if isinstance(size, Length)]
 
 
 def lengths_at(step: Step, call: CoreCall, t: int) -> list[int]:

@@ -14,7 +14,7 @@ from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.core import GraphCore
 from tensorloop.compiler.targets.graphs.in_place import InPlace, jumping
 from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
-from tensorloop.compiler.targets.graphs.slots import FEW, has_arrays
+from tensorloop.compiler.targets.graphs.slots import FEW, MOST, has_arrays
 from tensorloop.compiler.targets.proved import Proved
 
 # What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.
@@ -66,7 +66,7 @@ class GraphTarget:
         if has_arrays(step):
             lines.append(
                 f"arrays lie in memory of {FEW}, {2 * FEW}, {4 * FEW} ... slots, copied there and back once a call; "
-                f"what takes more than {STATIC // 2**20} MiB runs step by step"
+                f"what takes more than {MOST // 2**20} MiB runs step by step"
             )
         return lines
 
