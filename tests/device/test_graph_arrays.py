@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import TensorArray
+from tensorloop.compiler.lengths import WRITES
 from tensorloop.compiler.targets.graphs import recorded, slots
 from tensorloop.compiler.targets.graphs.core import GraphCore
 from tensorloop.loop.compiled.run.plan import plans
@@ -87,7 +88,14 @@ def attends(h: Tensor, a: TensorArray, x: Tensor) -> Tensor:
     return torch.softmax(p @ h, 0) @ p + p.amax(0) + p.mean(0) + torch.tanh(p * x).sum((0, 1)) + p[:-1].sum(0)
 
 
-STEPS: dict[str, Body] = {f.__name__: f for f in (past, table, by_value, attends)}
+def late(h: Tensor, a: TensorArray, x: Tensor) -> Tensor:
+    """A part is looked at when its slot has been overwritten: it is as it was."""
+    part = a[0:1]
+    a[0] = x + h
+    return part.sum(0) + a[0]
+
+
+STEPS: dict[str, Body] = {f.__name__: f for f in (past, table, by_value, attends, late)}
 
 
 # ---- values
@@ -235,6 +243,16 @@ def test_memory_is_let_go_with_the_plan(cores: list[GraphCore], short: None) -> 
     cores.clear()
     plans.clear()
     assert held() == before
+
+
+@pytest.mark.parametrize("name", ["table", "late"])
+def test_the_eager_core_overwrites_slots_where_they_are(
+    name: str, cores: list[GraphCore], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(slots, "MOST", 0)
+    same(STEPS[name], 5)
+    assert not sizes(cores)
+    assert not any(n.target in WRITES for n in cores[0].eager.module.graph.nodes)
 
 
 # ---- counts
