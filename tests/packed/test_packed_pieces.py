@@ -49,7 +49,7 @@ BY_ROW: dict[str, tuple[Callable[[Any], Any], Callable[[Tensor], Tensor]]] = {
     "pad time": (lambda x: F.pad(x, (0, 0, 1, 2), value=3.0), lambda row: F.pad(row, (0, 0, 1, 2), value=3.0)),
     "pad both": (lambda x: F.pad(x, (1, 0, 0, 1)), lambda row: F.pad(row, (1, 0, 0, 1))),
     "crop time": (lambda x: F.pad(x, (0, 0, -1, 0)), lambda row: row[1:]),
-    "crop the end": (lambda x: F.pad(x, (0, 0, 1, -1)), lambda row: F.pad(row[:-1], (0, 0, 1, 0))),
+    "crop the end": (lambda x: F.pad(x, (0, 0, 1, -1)), lambda row: F.pad(row, (0, 0, 1, 0))[:-1]),
     "no padding": (lambda x: F.pad(x, (0, 0, 0, 0, 0, 0)), lambda row: row),
     "cumprod of a dtype": (
         lambda x: x.cumprod(2, dtype=torch.float32),

@@ -316,14 +316,28 @@ def test_padding_from_the_row_itself(mode: str, sizes: tuple[int, int]) -> None:
     check(lambda x: F.pad(x, sizes, mode), [3, 0, 7, 4], [])
 
 
+@pytest.mark.parametrize("mode", ["constant", "reflect", "replicate"])
+@pytest.mark.parametrize("sizes", [(1, -1), (-1, 1), (2, -3), (-2, 2), (-1, -1)], ids=str)
+def test_padding_at_one_end_and_cutting_at_the_other(mode: str, sizes: tuple[int, int]) -> None:
+    """What torch gives for a row, also where all that is left is padding; lens grow by the sum in every row."""
+    rows = [torch.arange(1.0, n + 1) for n in range(4, 9)] + [torch.ones(1), torch.ones(2)] * (mode == "replicate")
+    p = PackedTensor.from_list([row[:, None] for row in rows]).transpose(1, 2)
+    out: Any = F.pad(p, sizes, mode).transpose(1, 2)
+    want = [F.pad(row[None, None], sizes, mode)[0, 0] for row in rows if len(row) + sum(sizes) > 0]
+    torch.testing.assert_close(out.values[:, 0], torch.cat(want))
+    assert out.lens.tolist() == [max(len(row) + sum(sizes), 0) for row in rows]
+    with pytest.raises(TypeError, match=r"pad: mode 'circular' that adds .* at the other; slice"):
+        F.pad(p, (1, -1), "circular")
+
+
 @settings(max_examples=20)
 @given(lens=LENS, sizes=st.tuples(*[st.integers(-2, 3)] * 2))
 def test_padding_with_a_constant(lens: list[int], sizes: tuple[int, int]) -> None:
     x = values(sum(lens))
     p = PackedTensor(x, lens)
     out: Any = F.pad(p.transpose(1, 2), sizes, value=2.0).transpose(1, 2)
-    rows = [row[max(-sizes[0], 0) : len(row) + min(sizes[1], 0)] for row in x.split(lens)]
-    want = [F.pad(row, (0, 0, max(sizes[0], 0), max(sizes[1], 0)), value=2.0) for row in rows]
+    rows = [F.pad(row, (0, 0, max(sizes[0], 0), max(sizes[1], 0)), value=2.0) for row in x.split(lens)]
+    want = [row[max(-sizes[0], 0) : len(row) + min(sizes[1], 0)] for row in rows]
     assert out.lens.tolist() == [len(row) for row in want]
     torch.testing.assert_close(out.values, torch.cat([x[:0], *want]))
     assert F.pad(p.transpose(1, 2), (0, 0, 1, 0)).shape == (len(lens), 5, None)

@@ -36,8 +36,11 @@ def pad_time(
     From the row itself: "reflect", "replicate" and "circular" as torch's; an empty row then stays empty.
     """
     if before < 0 or behind < 0:
-        p = crop(p, slice(max(-before, 0), min(behind, 0) or None))
-        before, behind = max(before, 0), max(behind, 0)
+        if mode == "circular" and (before > 0 or behind > 0):
+            raise refusal("mode 'circular' that adds entries at one end and takes them at the other", "slice p[:, a:b]")
+        # Padded first, as a row may be too short for what it loses at one end but for what it gets at the other.
+        longer = pad_time(p, max(before, 0), max(behind, 0), mode, value, keep_empty)
+        return crop(longer, slice(max(-before, 0), min(behind, 0) or None))
     if not before and not behind:
         return p
     if mode not in ("constant", *_FROM_ROW):
