@@ -12,11 +12,12 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 from torch._dynamo.testing import CompileCounterWithBackend
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorloop as tl
 from tensorloop.packed import BatchSampler, PackedFallbackWarning, PackedTensor, StaticPackedTensor, pack_padded, pairs
 from tensorloop.testing import assert_close
-from tests.support.conformer import Conformer, DistanceAttention, Recognizer, attend_by_distance, join_heads
+from tests.support.conformer import Along, Conformer, DistanceAttention, Recognizer, attend_by_distance, join_heads
 from tests.support.rows_alone import assert_as_rows_alone, packed
 
 D = torch.float64
@@ -24,17 +25,6 @@ LENS = [[5, 3], [5, 0, 3, 1], [4, 4], [1], [0], []]
 NO_EMPTY = [[5, 3], [29, 22, 15], [2, 1, 4]]
 Model = Callable[..., Any]
 pytestmark = pytest.mark.filterwarnings("ignore:Using padding='same' with even kernel lengths")
-
-
-class Along(nn.Module):
-    """A module that has time last, for code that has it in the middle."""
-
-    def __init__(self, *layers: nn.Module) -> None:
-        super().__init__()
-        self.layers = nn.Sequential(*layers)
-
-    def forward(self, x: Any) -> Any:
-        return self.layers(x.transpose(1, 2)).transpose(1, 2)
 
 
 def conv(*sizes: int, before: Callable[[Any], Any] = lambda x: x, **settings: Any) -> Model:
@@ -419,6 +409,30 @@ def test_hypotheses_one_after_another() -> None:
     flat = PackedTensor(pack_padded(labels.flatten(0, 1), lens.flatten()).values, lens.sum(1))
     for b in range(2):
         assert flat[b].tolist() == [x for h in range(3) for x in labels[b, h, : lens[b, h]].tolist()]
+
+
+class Made(TorchDispatchMode):
+    """The bytes of the tensors that are made inside, and are no views of what an operation was given."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.bytes = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        given = [x.untyped_storage().data_ptr() for x in args if isinstance(x, Tensor)]
+        if isinstance(out, Tensor) and out.untyped_storage().data_ptr() not in given:
+            self.bytes += out.nbytes
+        return out
+
+
+def test_packing_makes_nothing_but_the_result() -> None:
+    """Beside it there are some numbers for each row."""
+    x, lens = torch.randn(5, 40, 30), torch.tensor([40, 3, 2, 1, 1])
+    with Made() as mode:
+        p = pack_padded(x, lens)
+    assert p.values.nbytes == 47 * 30 * 4
+    assert p.values.nbytes <= mode.bytes < p.values.nbytes + 100 * len(lens)
 
 
 def test_pairs_of_two_ragged_dims() -> None:

@@ -53,6 +53,17 @@ def attend_by_distance(q: Any, k: Any, v: Any, table: Any, u: Tensor, w: Tensor,
     return F.dropout(weights, dropout) @ v
 
 
+class Along(nn.Module):
+    """Layers that have time last, for x (B, T, C)."""
+
+    def __init__(self, *layers: nn.Module) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(*layers)
+
+    def forward(self, x: Any) -> Any:
+        return self.layers(x.transpose(1, 2)).transpose(1, 2)
+
+
 class PooledFront(nn.Module):
     """Convolutions over time and features, each with its strides and a pool."""
 
