@@ -427,12 +427,12 @@ class Made(TorchDispatchMode):
 
 
 def test_packing_makes_nothing_but_the_result() -> None:
-    """Beside it there are some numbers for each row."""
-    x, lens = torch.randn(5, 40, 30), torch.tensor([40, 3, 2, 1, 1])
+    """Beside it there are some numbers for each row, and on a GPU for each entry; padded, it is four times as large."""
+    x, lens = torch.randn(5, 40, 300), torch.tensor([40, 3, 2, 1, 1])
     with Made() as mode:
         p = pack_padded(x, lens)
-    assert p.values.nbytes == 47 * 30 * 4
-    assert p.values.nbytes <= mode.bytes < p.values.nbytes + 100 * len(lens)
+    assert p.values.nbytes == 47 * 300 * 4
+    assert p.values.nbytes <= mode.bytes < p.values.nbytes + 100 * (len(lens) + 47)
 
 
 def test_pairs_of_two_ragged_dims() -> None:
