@@ -26,8 +26,9 @@ test-all: $(STAMP)
 test-compiled: $(STAMP)
 	$(PYTEST) --all --compiled tests/loop tests/checkpoint
 
-# Loops, arrays, packed tensors, attention, beam search and risks on a pretended CUDA device, which g++ builds once.
-ON_DEVICE := device tensor_array loop checkpoint compiled packed attention beam risk
+# Loops, arrays, packed tensors, attention, beam search and risks on a pretended CUDA device, which g++ builds once. What
+# is in tests/compiler names its targets, and runs without one.
+ON_DEVICE := device tensor_array loop checkpoint compiled packed attention beam risk test_gpu.py test_gpu_compiled.py
 test-device: $(STAMP)
 	$(PYTEST) --device $(ON_DEVICE:%=tests/%)
 

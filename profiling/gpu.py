@@ -3,6 +3,7 @@
     python profiling/gpu.py                        # a machine with a CUDA device, about ten minutes
     python profiling/gpu.py --jax-python PYTHON    # a Python whose JAX has the device, too
     python profiling/gpu.py --counts               # any machine with g++: launches and waits, no times
+    python profiling/gpu.py --quick --rehearse     # the same: what a device would time, to see that it runs
 
 Forward + backward in float32, the device waited for at the end of each run. Losses and gradients come first, in
 float64: where a compiled loop's differ from the eager loop's, nothing is timed. Counts are those of the pretended
@@ -65,26 +66,37 @@ def chosen(args: Namespace) -> list[str]:
 
 
 def counts_alone(args: Namespace) -> bool:
-    return args.counts or (args.set == "quick" and not torch.cuda.is_available())
+    return args.counts or (args.set == "quick" and not args.rehearse and not torch.cuda.is_available())
 
 
 def cells(args: Namespace) -> list[harness.Cell]:
     found: list[harness.Cell] = []
     for w in chosen(args):
         if counts_alone(args):
-            found += [{"kind": "counts", "workload": w, "variant": way} for way in gpu_counts.WAYS]
+            found.append({"kind": "counts", "workload": w})
         else:
             cell = {"kind": "time", "workload": w, "T": CHECKED if args.set == "quick" else STEPS.get(w, 512)}
-            cell |= {"threads": 1, "repeats": 10}
-            found += [cell | {"variant": way} for way in ways(w)]
+            cell |= {"threads": 1, "repeats": 10} | rehearsed(args)
+            # Nothing compiles for the pretended device but this library.
+            found += [cell | {"variant": way} for way in ways(w) if not (args.rehearse and way in ("step", "lax_scan"))]
     return found
+
+
+def rehearsed(args: Namespace) -> harness.Cell:
+    """What a cell says where no device is there, and its times say nothing."""
+    if not args.rehearse:
+        return {}
+    if args.set != "quick":
+        sys.exit("--rehearse is for --quick: a pretended device has no times to keep")
+    return {"pretended": True, "repeats": 1}
 
 
 def checks(args: Namespace) -> list[harness.Cell]:
     if counts_alone(args):
         return []
     ours = ("compiled", "kernels")
-    return [{"kind": "check", "workload": w, "variant": v, "at_most": AGREE} for w in chosen(args) for v in ours]
+    more = {"at_most": AGREE} | rehearsed(args)
+    return [{"kind": "check", "workload": w, "variant": v} | more for w in chosen(args) for v in ours]
 
 
 # ---- what a process of its own does ----
@@ -93,8 +105,8 @@ def checks(args: Namespace) -> list[harness.Cell]:
 def run_cell(cell: harness.Cell) -> dict[str, Any]:
     if cell["kind"] == "counts":
         return counts_cell(cell)
-    if not torch.cuda.is_available():
-        return {"absent": "no CUDA device"}
+    if why := gpu_counts.pretend() if cell.get("pretended") else "" if torch.cuda.is_available() else "no CUDA device":
+        return {"absent": why}
     torch.set_default_device("cuda")
     warnings.simplefilter("ignore", front.NotCompiledWarning)  # the time of such a loop says so in its results
     os.environ["TENSORLOOP_PTX"] = "1" if cell["variant"] == "kernels" else "0"
@@ -103,7 +115,7 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
 
 def counts_cell(cell: harness.Cell) -> dict[str, Any]:
     """In one more process: a pretended device stays in the one in which it has begun."""
-    command = [sys.executable, str(Path(gpu_counts.__file__)), cell["workload"], cell["variant"]]
+    command = [sys.executable, str(Path(gpu_counts.__file__)), cell["workload"]]
     path = os.pathsep.join([str(harness.ROOT), str(harness.ROOT / "profiling")])
     done = subprocess.run(command, env=os.environ | {"PYTHONPATH": path}, capture_output=True, text=True)
     return gpu_counts.answer_in(done.stdout, harness.last_line(done.stderr))
@@ -155,9 +167,8 @@ def times(result: Result) -> list[str]:
     rows = []
     for w in dict.fromkeys(entry["cell"]["workload"] for entry in result["entries"]):
         found = [harness.milliseconds(result, "total_s", kind="time", workload=w, variant=way) for way in WAYS]
-        rows.append(
-            [f"{TITLES[w]}, T={STEPS.get(w, 512):,}", *("-" if x is None else harness.digits(x) for x in found)]
-        )
+        steps = next(e["cell"]["T"] for e in result["entries"] if e["cell"]["workload"] == w)
+        rows.append([f"{TITLES[w]}, T={steps:,}", *("-" if x is None else harness.digits(x) for x in found)])
     text = "Milliseconds of forward + backward on the device, float32, medians of 10 runs. "
     return [text + "Columns of other libraries have their own kernels.", harness.table(["", *WAYS.values()], rows)]
 
@@ -167,8 +178,8 @@ def counts(result: Result) -> list[str]:
     for w in dict.fromkeys(entry["cell"]["workload"] for entry in result["entries"]):
         row = [TITLES[w]]
         for way in gpu_counts.WAYS:
-            of = partial(harness.figure, result, kind="counts", workload=w, variant=way)
-            figures = [of(key) for key in ("short_launches", "long_launches", "short_syncs", "long_syncs")]
+            of = partial(harness.figure, result, kind="counts", workload=w)
+            figures = [of(f"{way}_{key}") for key in ("short_launches", "long_launches", "short_waits", "long_waits")]
             row += (
                 ["-", "-"]
                 if None in figures
@@ -185,6 +196,7 @@ def counts(result: Result) -> list[str]:
 
 def options(parser: ArgumentParser) -> None:
     parser.add_argument("--counts", action="store_true", help="launches and waits, on a pretended device")
+    parser.add_argument("--rehearse", action="store_true", help="with --quick: the timed runs, on a pretended device")
     names.add_only(parser, TITLES)
 
 

@@ -12,8 +12,9 @@ from workloads import Leaves
 
 import tensorloop as tl
 
-# What others measure fused LSTMs with: 16 rows, 768 units in heads of so many, each with a recurrent matrix of its own.
-HEADS = (32, 64, 128, 768)
+# FlashRNN's sizes (github.com/NX-AI/flashrnn, create_head_dimension_configs in kernel_speed_benchmark.py): 16 rows,
+# 1,024 steps, 768 units in heads of so many, each with a recurrent matrix of its own. Theirs: bfloat16.
+HEADS = (16, 32, 64, 128, 256, 768)
 BATCH, UNITS = 16, 768
 
 

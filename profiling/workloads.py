@@ -270,7 +270,8 @@ def gradients(loop: Loop, d: Leaves) -> Gradients:
 
 def apart(found: Gradients, right: Gradients) -> dict[str, float]:
     """Relative differences: of the loss, and of the gradients max|a - b| / max|b|, the largest over the leaves."""
-    worst = [(torch.as_tensor(found[1][name]) - grad).abs().max() / grad.abs().max() for name, grad in right[1].items()]
+    pairs = [(torch.as_tensor(found[1][name], device=grad.device), grad) for name, grad in right[1].items()]
+    worst = [(a - grad).abs().max() / grad.abs().max() for a, grad in pairs]
     # torch's max keeps a NaN, where Python's may lose it.
     return {"loss": abs(found[0] - right[0]) / abs(right[0]), "gradient": torch.stack(worst).max().item()}
 

@@ -7,12 +7,16 @@ is not measured, and what else all scripts share, is in `test_profiling_scripts.
 import json
 import re
 import shutil
+import subprocess
+import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+
+from tests.device import built
 
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "profiling"
@@ -127,3 +131,20 @@ def test_the_operation_of_bodies_is_called_out(scripts: dict[str, Any], monkeypa
     (text,) = texts
     assert "_cdist_forward" in text.partition("of these by torch")[2]
     assert "_cdist_backward" in text.rpartition("of these by torch")[2]
+
+
+@pytest.mark.extended
+def test_timed_runs_of_the_gpu_are_rehearsed_on_a_pretended_device(tmp_path: Path):
+    """In processes of their own: losses and gradients agree, each way answers, and the page has a line."""
+    if why := built.why_not():
+        pytest.skip(why)
+    out = tmp_path / "gpu.json"
+    command = [sys.executable, str(FOLDER / "gpu.py"), "--quick", "--rehearse", "--only", "RNNs", "--out", str(out)]
+    done = subprocess.run(command, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr
+    result = json.loads(out.read_text())
+    assert [entry["cell"]["variant"] for entry in result["entries"]] == ["compiled", "kernels", "eager"]
+    assert all(set(raw) == {"first_s", "total_s"} for entry in result["entries"] for raw in entry["raw"])
+    assert re.search(
+        r"^\| .*, T=24 +\| +[\d.]+ \| +[\d.]+ \| +[\d.]+ \| +- \|", out.with_suffix(".md").read_text(), re.M
+    )
