@@ -40,14 +40,14 @@ _INT_TRAPS = {"remainder", "fmod", "div", "floor_divide"}  # by zero, which a sl
 
 
 @dataclasses.dataclass(frozen=True)
-class Pending:
+class PutOff:
     """Zeros as long as an array, and what is added to them: from a slot on, at indices, or (None) to all."""
 
     node: fx.Node
-    parts: tuple["Part", ...] = ()
+    parts: tuple["Summand", ...] = ()
 
 
-class Part(NamedTuple):
+class Summand(NamedTuple):
     """One of them; so many `rows` from a slot on."""
 
     value: fx.Node
@@ -145,7 +145,7 @@ class InPlace:
         return x
 
     def _made(self, x: Any) -> fx.Node:
-        if not isinstance(x, Pending):
+        if not isinstance(x, PutOff):
             return x
         value = value_of(x.node)
         found = self.call(
@@ -154,7 +154,7 @@ class InPlace:
         self.add_to(found, x)
         return found
 
-    def add_to(self, memory: fx.Node, x: Pending) -> None:
+    def add_to(self, memory: fx.Node, x: PutOff) -> None:
         """Adds what was put off, in place."""
         size = shape_of(x.node)[0]
         for value, at, rows in x.parts:
@@ -293,8 +293,8 @@ def _index_put(
     if len(indices) != 1 or not isinstance(size, Length) or grows(value) or grows(indices[0]):
         return None
     before = to._new[x]
-    if isinstance(before, Pending) and accumulate:
-        return Pending(n, (*before.parts, Part(to.of(value), to.of(indices[0]))))
+    if isinstance(before, PutOff) and accumulate:
+        return PutOff(n, (*before.parts, Summand(to.of(value), to.of(indices[0]))))
     memory = _own(to, n, x)
     to.call(aten.index_put_.default, memory, [to.within(to.of(indices[0]), size)], to.of(value), accumulate)
     return memory
@@ -304,7 +304,7 @@ def _full(to: InPlace, n: fx.Node, size: Sequence[Size], value: Any, **kwargs: A
     if isinstance(value, Length):
         return None
     lead = isinstance(size[0], Length)
-    return Pending(n) if value == 0 and lead else to.call(aten.full.default, to.sized(size), value, **kwargs)
+    return PutOff(n) if value == 0 and lead else to.call(aten.full.default, to.sized(size), value, **kwargs)
 
 
 def _pad(to: InPlace, n: fx.Node, x: fx.Node, pad: Sequence[Size], value: Any = 0) -> Any:
@@ -312,7 +312,7 @@ def _pad(to: InPlace, n: fx.Node, x: fx.Node, pad: Sequence[Size], value: Any = 
     shape = shape_of(x)
     if not grows(x):
         alone = not any(pad[: 2 * (len(shape) - 1)]) and len(pad) == 2 * len(shape)
-        return Pending(n, (Part(to.of(x), pad[-2], int(shape[0])),)) if alone and value == 0 else None
+        return PutOff(n, (Summand(to.of(x), pad[-2], int(shape[0])),)) if alone and value == 0 else None
     pad = list(pad)
     for d, size in enumerate(shape):
         k = 2 * (len(shape) - 1 - d)
@@ -327,11 +327,11 @@ def _add(to: InPlace, n: fx.Node, a: Any, b: Any, **kwargs: Any) -> Any:
     for x, y in ((a, b), (b, a)):
         if n in to.versions and x in to.versions and isinstance(y, fx.Node):
             memory, more = to.of(x), to._new[y]
-            to.add_to(memory, more if isinstance(more, Pending) else Pending(n, (Part(more),)))
+            to.add_to(memory, more if isinstance(more, PutOff) else PutOff(n, (Summand(more),)))
             return memory
     values = [to._new[x] if isinstance(x, fx.Node) else None for x in (a, b)]
-    if all(isinstance(x, Pending) for x in values):
-        return Pending(n, (*values[0].parts, *values[1].parts))  # pyright: ignore[reportOptionalMemberAccess]
+    if all(isinstance(x, PutOff) for x in values):
+        return PutOff(n, (*values[0].parts, *values[1].parts))  # pyright: ignore[reportOptionalMemberAccess]
     return to._pointwise(n)
 
 
