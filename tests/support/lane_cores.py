@@ -25,6 +25,7 @@ NATIVE = (
     "test_emitter_team.py::test_a_team_has_the_scratch_memory_of_one_thread",
     "test_emitter_team.py::test_a_step_is_shared_where_that_pays",
     "test_operations.py::test_a_step_runs_on_the_target_of_its_place",
+    "test_compiled_array_checkpoints.py::test_no_more_is_held_than_by_the_eager_loop",
     "test_compiled_arrays.py::test_threads_share_rows",
     "test_compiled_checkpoints.py::test_blocks_of_large_carries_are_short",
     "test_compiled_checkpoints.py::test_a_budget_bounds_what_is_held_and_the_block",
