@@ -72,6 +72,8 @@ class KernelPlan:
         if self.local:
             self._bring_near(self.device.local - self.scratch)
             self.offsets, self.scratch = self._place()
+        # What text of a device needs for itself is not counted before: the same is near on each device with such room.
+        self.scratch += self.device.own_scratch(self.lanes)
         self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
         self.packed = _packed(self.units)
         buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
@@ -137,7 +139,7 @@ class KernelPlan:
             fixed[one.right.buffer] = end
             end += self.room(one.right.buffer)
         places, total = place_scratch(lives, end, self.room)
-        return fixed | places, max(LINE, total) + self.device.own_scratch(self.lanes)
+        return fixed | places, max(LINE, total)
 
     def _plan(self) -> None:
         """Where lanes wait."""
