@@ -397,3 +397,20 @@ def test_kernels_are_for_who_asks(asked: PretendedKernels, monkeypatch: pytest.M
     monkeypatch.setenv(target.VARIABLE, "1")
     hold(*rnn(3, 2, 4))
     assert len(asked.library.launches) == before + 6
+
+
+def test_a_singular_matrix_is_torchs_error_with_the_step(asked: PretendedKernels) -> None:
+    xs = torch.eye(3).repeat(9, 2, 1, 1)
+    xs[7, 1] = 0.0
+
+    def loop(xs: Tensor, compile: Any) -> Any:
+        return tl.scan(lambda c, x: (c + 0.1, torch.linalg.cholesky(x + 0 * c)), torch.zeros(()), xs, compile=compile)
+
+    torch.testing.assert_close(loop(xs[:7], "strict"), loop(xs[:7], False))
+    before, said = len(asked.library.launches), []
+    for compile in ("strict", False):
+        with pytest.raises(RuntimeError) as caught:
+            loop(xs, compile)
+        said.append((type(caught.value), str(caught.value), caught.value.__notes__))
+    assert said[0] == said[1]
+    assert len(asked.library.launches) == before + 1

@@ -23,7 +23,7 @@ from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.step import CoreCall, OutOfRange, Step
 from tensorloop.compiler.targets.cpu import guard_text
 from tensorloop.compiler.targets.cpu.host import host, llvm
-from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, lay_out
+from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, lay_out, matrix_failed
 
 ORDERS = ("as is", "turned", "random")
 
@@ -153,7 +153,7 @@ class LanesCore:
         totals = list(sums)
         for n in text.apart:
             totals[n] = torch.zeros((text.groups, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
-        status = torch.zeros(2, dtype=torch.int64, device="cpu")
+        status = torch.zeros(3, dtype=torch.int64, device="cpu")
         grown = torch.full((text.grown(steps, lengths, step.source.growth),), 0x7F, dtype=torch.uint8, device="cpu")
         parts = [
             *laid,
@@ -177,6 +177,8 @@ class LanesCore:
             self._loaded.group([*addresses, steps, *lengths], place, group, lambda: self.order.of(text.lanes))
             if block is not None:
                 self._loaded.said(block)
+        if int(status[2]):
+            raise matrix_failed(text.checks, int(status[2]))
         if int(status[1]):
             raise OutOfRange(OUT_OF_RANGE)
         for n in text.apart:

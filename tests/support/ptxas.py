@@ -27,8 +27,14 @@ from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.ptx.assemble import ptx_of
 from tensorloop.compiler.targets.ptx.made import MOST_SPILLED
 from tensorloop.loop.compiled.run.plan import plans
+from tests.compiler.test_emitter_random import MIXING, STEPS, drawn
+from tests.compiler.test_emitter_team import MEETING, case
 from tests.support.compiled_cases import CASES, outcome
+from tests.support.recurrences import recurrence
+from tests.support.recurrent_cells import CELLS, inputs
 
+SIZES = (4, 32), (512, 64)  # rows and features of cells: a row each group, and several rows a lane
+DRAWN = 40  # steps that are drawn
 # Bytes of shared memory that a block may have, by architecture: the most that one asks for, in NVIDIA's tables.
 ARCHITECTURES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
@@ -94,15 +100,26 @@ def texts(step: Step, arch: str) -> DeviceText:
     return device_text(lowered(step), Nvptx(arch, local=ARCHITECTURES[arch]))
 
 
-def rows(dtype: torch.dtype) -> Iterator[tuple[str, str, Needs | str]]:
-    """(case, architecture, what its kernel needs or why there is none) of all steps of all cases."""
+def steps(dtype: torch.dtype) -> Iterator[tuple[str, Step]]:
+    """All steps of all cases; cells of sizes that models have; steps in which rows meet, and drawn ones."""
     for name in CASES:
-        for step in steps_of(name, dtype):
-            for arch in ARCHITECTURES:
-                try:
-                    yield name, arch, assembled(texts(step, arch), arch)
-                except Unsupported as lack:
-                    yield name, arch, lack.reason
+        yield from ((name, step) for step in steps_of(name, dtype))
+    for name, cell in CELLS.items():
+        for batch, features in SIZES:
+            given = inputs(cell, 1, batch, features, dtype)
+            yield f"{name} {batch} x {features}", recurrence(cell.step, *given, reverse=cell.reverse)
+    yield from ((name, case(name, dtype)[0]) for name in MEETING)
+    yield from ((f"drawn {seed}", drawn(seed, STEPS + MIXING)[0]) for seed in range(DRAWN))
+
+
+def rows(dtype: torch.dtype) -> Iterator[tuple[str, str, Needs | str]]:
+    """(case, architecture, what its kernel needs or why there is none) of all these."""
+    for name, step in steps(dtype):
+        for arch in ARCHITECTURES:
+            try:
+                yield name, arch, assembled(texts(step, arch), arch)
+            except Unsupported as lack:
+                yield name, arch, lack.reason
 
 
 def main() -> None:

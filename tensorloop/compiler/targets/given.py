@@ -8,10 +8,12 @@ from torch import Tensor
 from tensorloop._torch.memory import is_symbolic
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS
+from tensorloop.compiler.emitter.ir.failures import failure
+from tensorloop.compiler.emitter.ir.kernels import Check
 from tensorloop.compiler.emitter.lower.calling import in_memory_as
 from tensorloop.compiler.lengths import Length
-from tensorloop.compiler.operations import values_of
-from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.operations import aten, values_of
+from tensorloop.compiler.step import CoreCall, Step, StepFailed
 
 NO_SLOT = "a step of a compiled loop reads or writes a slot that there is not in an array of the carry"
 OUT_OF_RANGE = "index out of range in a compiled loop: an index that a step reads or writes is not in its dim"
@@ -62,3 +64,16 @@ def _needed(array: Array) -> tuple[int | None, torch.dtype]:
     """Elements of one step; None for what is as long as an array in the carry."""
     numel = array.buffer.numel
     return None if isinstance(numel, Length) else numel, array.dtype
+
+
+def matrix_failed(checks: Sequence[Check], word: int) -> StepFailed:
+    """Returns torch's own error of a matrix that has failed, of which a loop has written down this word."""
+    found = failure(word)
+    check = checks[found.check]
+    infos = torch.zeros(check.shape, dtype=torch.int32, device="cpu")
+    infos.view(-1)[found.element] = found.info
+    try:
+        aten._linalg_check_errors.default(infos, check.name, is_matrix=not check.shape)
+    except RuntimeError as error:
+        return StepFailed(error, found.step)
+    raise AssertionError(found)

@@ -13,7 +13,7 @@ from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.traffic import Traffic, traffic
 from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import Code
-from tensorloop.compiler.emitter.ir.kernels import Gather, Scatter
+from tensorloop.compiler.emitter.ir.kernels import Check, Gather, Scatter
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.function import operations_of
 from tensorloop.compiler.emitter.write.fuse import (
@@ -32,10 +32,10 @@ class DeviceText:
     """A kernel's module, and what a caller must know to launch it.
 
     The kernel `run` takes addresses, in this order: invariants in the layouts of the step, constants, dense copies of
-    `packed`, sequences, carry, outs, sums, the last carry, and two words of status (steps done; whether an index was
-    out of range), zero before; if anything is `growing`, of as many bytes as `grown` says; then the number of steps, an
-    i64 of at least one, and the lengths of arrays before the first one; then, unless scratch is `local`, the address of
-    `groups` times `scratch` bytes.
+    `packed`, sequences, carry, outs, sums, the last carry, and three words of status (steps done; whether an index was
+    out of range; which matrix was singular, as `failures` has it), zero before; if anything is `growing`, of as many
+    bytes as `grown` says; then the number of steps, an i64 of at least one, and the lengths of arrays before the first
+    one; then, unless scratch is `local`, the address of `groups` times `scratch` bytes.
 
     Args:
         module: LLVM's text.
@@ -54,6 +54,7 @@ class DeviceText:
         checks_indices: whether a step may say that an index is out of range.
         asks: whether a loop may end before its last step.
         traffic: bytes that it moves.
+        checks: of matrices that may be singular, by number.
         bounds: conditions on lengths of arrays, as those of `LoopText`.
         numbers: that of steps, and of lengths.
         growing: bytes of scratch that is as long as arrays, and how many of each there are: one of all groups where it
@@ -74,6 +75,7 @@ class DeviceText:
     checks_indices: bool
     asks: bool
     traffic: Traffic
+    checks: tuple[Check, ...] = ()
     bounds: tuple[Length, ...] = ()
     growing: tuple[tuple[int, Size], ...] = ()
     numbers: int = 1
@@ -117,6 +119,7 @@ def write_text(plan: KernelPlan) -> DeviceText:
         any(map(_checks_indices, plan.units)),
         step.going is not None,
         traffic(plan),
+        plan.checks,
         tuple(plan.bounds),
         tuple((1 if plan.has_rows(one) else groups, one.bytes) for one in plan.grown),
         len(names.numbers),

@@ -231,7 +231,8 @@ class KernelBody:
             right = self.plan.packed.get(unit.b, unit.b)
             LaneProduct(memory, unit, right, rows, share, lanes).emit()
         elif isinstance(unit, Matrix):
-            Matrices(memory, unit, rows, ALGORITHMS[unit.how], "poison").emit()
+            failed = memory.code.pointer("%status", 16) if unit.check is not None else "poison"
+            Matrices(memory, unit, rows, ALGORITHMS[unit.how], failed).emit()
         else:
             assert not isinstance(unit, CallOut)
             self._lines(memory, unit, rows, share)

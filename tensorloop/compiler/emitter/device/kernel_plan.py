@@ -23,7 +23,7 @@ from tensorloop.compiler.emitter.write.fuse import (
     split_by_readers,
 )
 from tensorloop.compiler.emitter.write.matmul import turn_product
-from tensorloop.compiler.emitter.write.matrices import work_of
+from tensorloop.compiler.emitter.write.matrices import number_checks
 from tensorloop.compiler.emitter.write.rows import share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
 from tensorloop.compiler.lengths import Length
@@ -54,11 +54,7 @@ class KernelPlan:
         self.units: list[Unit] = group_walks(split_by_readers(join_additions(kernels, kept), kept))
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
         self.stored = find_stored(self.units, kept)
-        for unit in self.units:
-            if isinstance(unit, Matrix):
-                if unit.check is not None:
-                    raise Unsupported(f"{unit.check.name}, which fails where a matrix is singular")
-                unit.work = work_of(unit, self.machine)
+        self.checks = number_checks(self.units, self.machine)
         self.split = share_rows(step, self.units, {})
         self.rows = self._rows()
         if self.rows is None:

@@ -137,7 +137,8 @@ class LaneTouches:
                 writes = buffer in written
                 found.append(_slots(part, share, writes) if slots else LaneTouch(buffer, writes, _marked(part)))
         if isinstance(unit, Matrix) and unit.work is not None:
-            found.append(LaneTouch(unit.work, True, None))
+            assert isinstance(unit.work.numel, int)
+            found.append(LaneTouch(unit.work, True, torch.zeros(unit.work.numel, dtype=torch.int64, device=HOST)))
         return found
 
     def copy(self, array: Array, share: LaneShare, *, writes: bool) -> LaneTouch:

@@ -18,7 +18,7 @@ from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Region, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
-from tensorloop.compiler.emitter.ir.failures import CHECK, goes_on
+from tensorloop.compiler.emitter.ir.failures import goes_on
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Check, Matmul, Matrix, Point, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower import growing
@@ -36,14 +36,13 @@ from tensorloop.compiler.emitter.write.fuse import (
     split_by_readers,
 )
 from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels, turn_product
-from tensorloop.compiler.emitter.write.matrices import Matrices, work_of
+from tensorloop.compiler.emitter.write.matrices import Matrices, number_checks
 from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
-from tensorloop.compiler.step import Unsupported
 
 MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length
 RUN = "ptr %table, i64 %steps, i64 %low, i64 %high, ptr %scratch, i64 %part"
@@ -104,7 +103,7 @@ class LoopWriter:
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
         self.stored = find_stored(self.units, kept)
         self.packed = plan_panels(self.units, target)
-        self.checks = self._checks()
+        self.checks = number_checks(self.units, target)
         work = [operations_of(unit) for unit in self.units]
         self.work = sum(work)
         # One thread does a step that calls torch, whose operations have threads of their own.
@@ -124,19 +123,6 @@ class LoopWriter:
         bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
-
-    def _checks(self) -> tuple[Check, ...]:
-        """Gives matrices a place to work in, and what may fail a number."""
-        found: list[Check] = []
-        for unit in self.units:
-            if isinstance(unit, Matrix):
-                unit.work = work_of(unit, self.target)
-                if unit.check is not None:
-                    unit.check = unit.check._replace(number=len(found))
-                    found.append(unit.check)
-        if len(found) > 2**CHECK:
-            raise Unsupported(f"{len(found)} operations that fail where a matrix is singular")
-        return tuple(found)
 
     def _place(self) -> tuple[dict[Region, int], int]:
         """Offsets of scratch buffers, and how much there is of it."""

@@ -11,10 +11,11 @@ from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
-from tensorloop.compiler.emitter.ir.failures import note
-from tensorloop.compiler.emitter.ir.kernels import Matrix
+from tensorloop.compiler.emitter.ir.failures import CHECK, note
+from tensorloop.compiler.emitter.ir.kernels import Check, Matrix
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
+from tensorloop.compiler.step import Unsupported
 
 # Sides up to which loops are written out: text of some hundred instructions. What is not here never is.
 UNROLLED = {"cholesky": 8, "triangular": 10, "permute": 8, "lu": 5}
@@ -55,6 +56,20 @@ def work_of(kernel: Matrix, target: Machine) -> Region | None:
     """Memory for the matrices that one thread is at; None where they are held as values."""
     found = layout(kernel, target)
     return None if found.unrolled else Region("scratch", 0, elements(kernel) * found.width, kernel.outs[0].dtype)
+
+
+def number_checks(units: Sequence[object], target: Machine) -> tuple[Check, ...]:
+    """Gives matrices a place to work in, and what may fail a number."""
+    found: list[Check] = []
+    for unit in units:
+        if isinstance(unit, Matrix):
+            unit.work = work_of(unit, target)
+            if unit.check is not None:
+                unit.check = unit.check._replace(number=len(found))
+                found.append(unit.check)
+    if len(found) > 2**CHECK:
+        raise Unsupported(f"{len(found)} operations that fail where a matrix is singular")
+    return tuple(found)
 
 
 class Cells:

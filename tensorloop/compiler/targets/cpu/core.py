@@ -10,20 +10,18 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.tracing import without_modes
-from tensorloop.compiler.emitter.ir.failures import Failure, failure
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.emitter.write import rows
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import all_hold
-from tensorloop.compiler.operations import aten
 from tensorloop.compiler.step import CoreCall, OutOfRange, Step, StepFailed
 from tensorloop.compiler.targets.cpu import cache, threads
 from tensorloop.compiler.targets.cpu.called import CalledOperations
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.host import host
-from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out
+from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out, matrix_failed
 from tensorloop.compiler.verify import Broken
 
 LINE = 64
@@ -186,7 +184,7 @@ class NativeCore:
         address = table.buffer_info()[0]
         self._enter(NativeCall(address, tensors, steps, parts, scratch.data_ptr(), lengths, first, called))
         if status[2]:  # what is called behind it, in the same step, has been given numbers that are none
-            raise self._failed(failure(status[2]))
+            raise matrix_failed(self.text.checks, status[2])
         if called and (error := called[0].error) is not None:
             raise error if isinstance(error, Broken) else StepFailed(error, status[0])
         if parts > 1:
@@ -195,17 +193,6 @@ class NativeCore:
         if status[1]:
             raise OutOfRange(OUT_OF_RANGE)
         return status[0]
-
-    def _failed(self, found: Failure) -> StepFailed:
-        """Torch's own error of a matrix that has failed."""
-        check = self.text.checks[found.check]
-        infos = torch.zeros(check.shape, dtype=torch.int32, device="cpu")
-        infos.view(-1)[found.element] = found.info
-        try:
-            aten._linalg_check_errors.default(infos, check.name, is_matrix=not check.shape)
-        except RuntimeError as error:
-            return StepFailed(error, found.step)
-        raise AssertionError(found)
 
     def _enter(self, call: "NativeCall") -> None:
         """Calls the native function."""

@@ -11,13 +11,13 @@ from tensorloop.compiler.emitter.device.kernel import DeviceText
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.step import Core, CoreCall, OutOfRange
-from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out
+from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out, matrix_failed
 from tensorloop.compiler.targets.proved import Trial
 from tensorloop.compiler.targets.ptx import driver
 from tensorloop.compiler.targets.ptx.driver import DriverError, LoadedKernel
 
 CHECKED = 3  # calls of a core whose tensors are looked at
-STATUS = 2  # words: steps done, whether an index was wrong
+STATUS = 3  # words: steps done, whether an index was wrong, which matrix was singular
 
 
 class PtxCore:
@@ -38,7 +38,7 @@ class PtxCore:
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         roles = step.invariants, step.sequences, step.carry, step.outs, step.sums
         self._needed = NeededTensors(step.source, roles, self._device.type)
-        self._reads = text.asks or text.checks_indices
+        self._reads = text.asks or text.checks_indices or bool(text.checks)
         self._checked = 0
         self._kernel: LoadedKernel | None = None
         self._instead: Core | None = None
@@ -107,7 +107,9 @@ class PtxCore:
         kernel.launch(driver.stream_of(self._device), text.groups, text.lanes, shared, words)
         for n in text.apart:
             sums[n].add_(totals[n].sum(0))
-        done, wrong = status.tolist() if self._reads else (steps, 0)
+        done, wrong, failed = status.tolist() if self._reads else (steps, 0, 0)
+        if failed:
+            raise matrix_failed(text.checks, failed)
         if wrong:
             raise OutOfRange(OUT_OF_RANGE)
         return last, done
