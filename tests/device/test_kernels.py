@@ -355,7 +355,7 @@ def test_what_needs_too_much_of_a_lane_runs_as_torchs_operations(asked: Pretende
     assert text[1:3] == ["forward: one launch, 2 x 32 lanes", "  one launch: 2 groups of 32 lanes, 0 barriers a step"]
     needs = dict(asked.library.needs)
     for attribute, value, said in (
-        (3, made.MOST_SPILLED + 1, "513 bytes a lane beside its registers, of at most 512"),
+        (3, made.MOST_SPILLED + 1, "65 bytes a lane beside its registers, of at most 64"),
         (0, 16, "a group of 32 lanes, of which the device takes 16"),
     ):
         asked.library.needs[attribute] = value
