@@ -317,7 +317,10 @@ OTHERS: dict[str, tuple[Any, str]] = {
     "percent": (lambda: "%d" % T, "real number is required, not RaggedSize"),  # noqa: UP031
     "tensor": (lambda: torch.tensor(T), "Could not infer dtype of RaggedSize"),
     "list": (lambda: torch.tensor([T, T]), "Could not infer dtype of RaggedSize"),
-    "first of several": (lambda: torch.zeros(T, 3), r"zeros\(\) takes 1 positional argument"),
+    "first of several": (
+        lambda: torch.zeros(T, 3),
+        r"zeros\(\) (takes 1 positional argument|received an invalid combination)",
+    ),
     "repeats of steps": (lambda: torch.ones(2, 4, 3).repeat(1, T, 1), "a dim that is repeated by a ragged size"),
 }
 
