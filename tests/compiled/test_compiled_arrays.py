@@ -1,7 +1,7 @@
 """TensorArrays in the carry of compiled loops: what eager loops give, at bytes linear in the steps."""
 
 import copy
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import pytest
@@ -210,6 +210,36 @@ def test_an_empty_array_beside_operations_that_ask_how_tensors_lie():
     def run(compile: Any) -> Sequence[Tensor]:
         ys = tl.scan(body, (h, TensorArray()), xs, compile=compile)[1]
         return ys, *torch.autograd.grad(ys.square().sum(), list(cell.parameters()))
+
+    for found, expected in zip(run("strict"), run(False), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)
+
+
+FOLLOW_LENGTHS: dict[str, Callable[[Tensor, int, Tensor], Tensor]] = {
+    "a sequence": lambda x, n, w: (x * n).sin() * w,
+    "a weight": lambda x, n, w: (w * n).sin() * x,
+    "a number": lambda x, n, w: w.new_full((D,), n) * w,
+}
+
+
+@pytest.mark.parametrize("detached", [False, True], ids=["", "detached"])
+@pytest.mark.parametrize("name", FOLLOW_LENGTHS)
+def test_what_follows_an_arrays_length_and_nothing_else_of_the_carry(name: str, detached: bool):
+    """It is another number at each step, though no sequence and no carry is part of it; backward may have no carry."""
+    torch.manual_seed(0)
+    w, xs, slots = (torch.randn(*n, D, dtype=torch.float64).requires_grad_() for n in ((), (T,), (SLOTS,)))
+
+    def run(compile: Any) -> Sequence[Tensor]:
+        def body(a: TensorArray, x: Tensor) -> Any:
+            a.append(x.detach() if detached else x)
+            return a, FOLLOW_LENGTHS[name](x, len(a), w)
+
+        array, ys = tl.scan(body, TensorArray.unstack(slots), xs, compile=compile)
+        return (
+            ys,
+            array.stack(),
+            *torch.autograd.grad(sines([ys, array.stack()]), [w, xs, slots], materialize_grads=True),
+        )
 
     for found, expected in zip(run("strict"), run(False), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-11, atol=1e-11)

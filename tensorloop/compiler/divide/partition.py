@@ -41,7 +41,7 @@ class Partition:
     """
 
     step: Step
-    loop: Step | None  # in a graph of its own; None where nothing is carried
+    loop: Step | None  # in a graph of its own; None where nothing is carried, and nothing as long as an array
     loop_invariants: list[fx.Node]
     loop_sequences: list[fx.Node]
     outs: list[fx.Node]
@@ -61,10 +61,11 @@ def divide(step: Step, hoisted: frozenset = frozenset(), barred: Container[fx.No
     given = set(step.inputs)
     every = needed_for(step.outputs, given)
     order = [n for n in step.graph.nodes if n in every]
-    moving = depends_on((n for n in order if n not in given), [*step.sequences, *step.carry])
     arrays = [n for n in step.sequences if grows(n)]
-    carried = depends_on((n for n in order if n not in given), [*step.carry, *arrays])
     growing = {n for n in order if n not in given and meets_growing(n)}  # there is no such thing for all steps
+    moving = depends_on((n for n in order if n not in given), [*step.sequences, *step.carry, *growing])
+    # What the loop alone can tell: also what follows an array's length, and nothing else of the carry.
+    carried = depends_on((n for n in order if n not in given), [*step.carry, *arrays, *growing])
     roots = [*step.next_carry, *([] if step.going is None else [step.going])]
     # What the next carry needs and the carry does not reach is left out here: it could be had for all steps at once.
     inner = (needed_for([*roots, *growing], given) & carried) | growing
@@ -79,7 +80,7 @@ def divide(step: Step, hoisted: frozenset = frozenset(), barred: Container[fx.No
             pulled.need(n, inner)
     sunk, outs, sums, states = _stored(order, step, given, moving, inner, carried, pulled)
     inside = [n for n in order if n not in given and (n in inner or n in sunk or n in pulled.inside)]
-    loop = extract(step, pulled.invariants, pulled.sequences, inside, outs, sums) if step.carry else None
+    loop = extract(step, pulled.invariants, pulled.sequences, inside, outs, sums) if step.carry or growing else None
     return Partition(step, loop, pulled.invariants, pulled.sequences, outs, sums, states, moving, inside)
 
 
