@@ -103,7 +103,7 @@ def _differ(a: Tensor, b: Tensor) -> bool:
     return bool(((a != NOBODY) & (b != NOBODY) & ((a != b) | (a == SEVERAL))).any())
 
 
-class Part(NamedTuple):
+class TouchedPart(NamedTuple):
     """Elements of an array, by indices of `space`; the lanes of each are from `low` to `high`."""
 
     array: Array
@@ -145,19 +145,19 @@ class LaneTouches:
         """A dense array copied element by element, as `share` has it."""
         space = tuple(self._sizes(share))
         lanes = self._numbers(space, share.order, space)
-        return LaneTouch(array.buffer, writes, _marked(Part(array, space, lanes, lanes)))
+        return LaneTouch(array.buffer, writes, _marked(TouchedPart(array, space, lanes, lanes)))
 
     def _is_shared(self, buffer: Region) -> bool:
         return buffer.kind in ("carry", "near") or (
             buffer.written and (buffer.kind != "scratch" or buffer in self.stored)
         )
 
-    def _parts(self, unit: Unit, dim: int | None, share: LaneShare) -> Iterator[Part]:
+    def _parts(self, unit: Unit, dim: int | None, share: LaneShare) -> Iterator[TouchedPart]:
         """Every array of a unit that lanes have memory of."""
         if share.by == "first":
             lane = torch.zeros((), dtype=torch.int64, device=HOST)
             every = (*unit.reads(), *unit.writes())
-            yield from (Part(one, tuple(map(_few, one.shape)), lane, lane) for one in every)
+            yield from (TouchedPart(one, tuple(map(_few, one.shape)), lane, lane) for one in every)
         elif isinstance(unit, WalkGroup):
             yield from self._walk(unit, dim, share)
         elif isinstance(unit, Matmul):
@@ -169,7 +169,7 @@ class LaneTouches:
             lane = self._numbers(line, share.order, self._sizes(share))
             for one in {*unit.reads(), *unit.writes()}:
                 along = _few(one.shape[unit.dim])
-                yield Part(one, (*line[: unit.dim], along, *line[unit.dim + 1 :]), lane, lane)
+                yield TouchedPart(one, (*line[: unit.dim], along, *line[unit.dim + 1 :]), lane, lane)
 
     def _sizes(self, share: LaneShare) -> list[int]:
         """Sizes of the dims that are shared, with the rows of the first group alone."""
@@ -193,7 +193,7 @@ class LaneTouches:
             return numbers[:1].reshape([1] * len(space))  # too many to look at: `_marked` does not
         return numbers.reshape([*sizes, *[1] * (len(space) - len(order))]).permute(_inverse(order, len(space)))
 
-    def _walk(self, unit: WalkGroup, dim: int | None, share: LaneShare) -> Iterator[Part]:
+    def _walk(self, unit: WalkGroup, dim: int | None, share: LaneShare) -> Iterator[TouchedPart]:
         space = self._space(unit.space, share)
         leads = self._numbers(space, share.order, self._sizes(share), share.team)
         lane = leads
@@ -211,15 +211,15 @@ class LaneTouches:
                     more = lane.reshape([*lane.shape, *[1] * len(walk.sizes)])
                     shape = (*array.shape, *walk.sizes)
                     wide = Array(array.buffer, shape, (*array.strides, *walk.steps), array.offset)
-                    yield Part(wide, (*space, *map(_few, walk.sizes)), more, more)
+                    yield TouchedPart(wide, (*space, *map(_few, walk.sizes)), more, more)
                 else:
-                    yield Part(array, space, lane, lane)
+                    yield TouchedPart(array, space, lane, lane)
             if isinstance(walk, Reduce):
-                yield Part(walk.out, kept, leads, leads)
+                yield TouchedPart(walk.out, kept, leads, leads)
             else:
-                yield Part(walk.out, space, lane, lane)
+                yield TouchedPart(walk.out, space, lane, lane)
 
-    def _product(self, unit: Matmul, dim: int | None, share: LaneShare) -> Iterator[Part]:
+    def _product(self, unit: Matmul, dim: int | None, share: LaneShare) -> Iterator[TouchedPart]:
         m = len(unit.out.shape) - 2
         blocks = self._space(tuple(n // share.tall if d == m else n for d, n in enumerate(unit.out.shape)), share)
         lane = self._numbers(blocks, share.order, self._sizes(share))
@@ -228,12 +228,12 @@ class LaneTouches:
         depth = unit.a.shape[-1] if dim != m + 2 or self.rows is None else self.rows.share
         lane = lane.repeat_interleave(share.tall, m)
         space = (*blocks[:m], blocks[m] * share.tall, blocks[-1])
-        yield Part(unit.a, (*space[:-1], depth), lane.amin(-1, keepdim=True), lane.amax(-1, keepdim=True))
+        yield TouchedPart(unit.a, (*space[:-1], depth), lane.amin(-1, keepdim=True), lane.amax(-1, keepdim=True))
         if self._is_shared(unit.b.buffer):
             low, high = lane.amin(m, keepdim=True), lane.amax(m, keepdim=True)
-            yield Part(unit.b, (*space[:m], depth, space[-1]), low, high)
+            yield TouchedPart(unit.b, (*space[:m], depth, space[-1]), low, high)
         for array in (unit.out, *(() if unit.addend is None else (unit.addend,))):
-            yield Part(array, space, lane, lane)
+            yield TouchedPart(array, space, lane, lane)
 
 
 def _inverse(order: Sequence[int], rank: int) -> list[int]:
@@ -247,7 +247,7 @@ def _few(size: Size) -> int:
     return 2 * abs(size.scale) if isinstance(size, Length) else size
 
 
-def _marked(part: Part) -> Tensor | None:
+def _marked(part: TouchedPart) -> Tensor | None:
     """The lane of each element of the whole buffer; None where there are too many to look at, or it is not known."""
     array = part.array
     if isinstance(array.offset, Length) or max(math.prod(part.space), array.buffer.numel) > MOST:
@@ -255,14 +255,14 @@ def _marked(part: Part) -> Tensor | None:
     return _marks(part, _places(part, array.offset), array.buffer.numel)
 
 
-def _places(part: Part, start: int) -> Tensor:
+def _places(part: TouchedPart, start: int) -> Tensor:
     places = torch.full((), start, dtype=torch.int64, device=HOST)
     for size, stride in zip(part.space, part.array.strides, strict=True):
         places = places.unsqueeze(-1) + torch.arange(size, device=HOST) * stride
     return places
 
 
-def _marks(part: Part, places: Tensor, count: int) -> Tensor:
+def _marks(part: TouchedPart, places: Tensor, count: int) -> Tensor:
     found = torch.full((count,), NOBODY, dtype=torch.int64, device=HOST)
     low, high = (lane.expand(part.space) for lane in (part.low, part.high))
     # One of those who touch an element is written down. Where another one did not find itself there, there are several.
@@ -271,7 +271,7 @@ def _marks(part: Part, places: Tensor, count: int) -> Tensor:
     return found
 
 
-def _slots(part: Part, share: LaneShare, writes: bool) -> SlotTouch:
+def _slots(part: TouchedPart, share: LaneShare, writes: bool) -> SlotTouch:
     """What a part touches of memory as long as an array."""
     array = part.array
     assert isinstance(array.buffer.numel, Length)
