@@ -218,6 +218,7 @@ def test_third_derivatives():
         (h,) = torch.autograd.grad((g**2).sum(), [body.w], create_graph=True)
         found.append(torch.autograd.grad((h**2).sum(), [body.w, body.x]))
     assert_equal(found[1], found[0])
+    assert not any(x.requires_grad for x in found[1])  # nobody asked for their graph
 
 
 def test_a_capture_that_leads_to_another_counts_once():

@@ -88,7 +88,7 @@ class DifferentiableReplay(torch.autograd.Function):
         else:
             with torch.enable_grad():
                 leaves = _leaves(inputs[:n], ctx.values)
-            found = higher([*leaves, *grads])
+            found = [x.detach() for x in higher([*leaves, *grads])]  # nobody asked for their graph
         return (None, None, None, None, *found)
 
 
