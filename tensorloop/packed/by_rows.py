@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed.base import Packed, PackedView, refusal
 from tensorloop.packed.dim import Dim, describe_difference
-from tensorloop.packed.layout import layout_of, see, unwrap
+from tensorloop.packed.layout import as_ordinary, layout_of, see, unwrap
 from tensorloop.packed.scores import PackedScores
 
 
@@ -24,6 +24,24 @@ def ragged_of(x: Any) -> dict[int, Dim]:
     if isinstance(x, (Packed, PackedView)):
         return {layout_of(x).from_end[1]: unwrap(x)._dim}
     return {}
+
+
+def open_only_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+    """Operands, where packed ones of one row are ordinary if their batch meets another dim of the largest.
+
+    `torch.zeros(1, T)` is one of them in a batch of one row, and an ordinary tensor, the same for all rows, in others.
+    """
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Packed, PackedView))]
+    largest = max(given, key=lambda x: x.ndim)
+    batch = batch_of([largest])[0]
+
+    def opened(x: Any) -> Any:
+        if not isinstance(x, (Packed, PackedView)) or isinstance(x, PackedScores) or x.ndim == largest.ndim:
+            return x
+        place, count, _ = batch_of([x])
+        return as_ordinary(x) if count == 1 and place != batch else x
+
+    return [opened(x) for x in args], {k: opened(x) for k, x in kwargs.items()}
 
 
 def batch_of(operands: Any) -> tuple[int, int, Any]:

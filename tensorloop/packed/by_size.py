@@ -144,6 +144,7 @@ def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
 def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     """Of the entries one after another, (N, ...) as (B, T, *F), a packed tensor; of a padded tensor a padded one."""
     given = list(kwargs["shape"]) if "shape" in kwargs else _as_list(sizes)
+    given = _count_rows(input, given)
     dim = _find_rows(given)
     if dim is not None and input.dim() and _is_flat(input, given[2:], dim):
         return _pack(func(input, (dim.total, *_find_features(input, given[2:], dim))), dim)
@@ -151,6 +152,21 @@ def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
         rows = given[0]._dim
         given[0] = rows.total if _is_flat(input, given[1:], rows) else len(rows) * rows.max_len
     return func(input, _as_numbers(func, given))
+
+
+def _count_rows(x: Tensor, sizes: list[Any]) -> list[Any]:
+    """With the number of rows for -1 in (-1, T, *F), where x has the entries of the rows.
+
+    torch would put entries of several rows into one of the longest row's length, wherever that divides their number.
+    """
+    if len(sizes) < 2 or type(sizes[0]) is not int or sizes[0] != -1 or not isinstance(sizes[1], RaggedSize):
+        return sizes
+    dim = sizes[1]._dim
+    if not x.dim() or len(x) != dim.total or _find_rows([len(dim), *sizes[1:]]) is None:
+        return sizes
+    if x.numel() != dim.total * prod(sizes[2:]):
+        raise refusal(f"{tuple(x.shape)} as {tuple(sizes)} mixes entries of rows", "write the number of rows for -1")
+    return [len(dim), *sizes[1:]]
 
 
 def _is_flat(x: Tensor, features: list[int], dim: Dim) -> bool:
@@ -175,6 +191,8 @@ def _find_features(x: Tensor, features: list[int], dim: Dim) -> list[int]:
 @takes_sizes("unflatten")
 def _unflatten(func: Any, input: Tensor, dim: int, sizes: Any) -> Any:
     given = list(sizes)
+    if dim % input.dim() == 0 and len(given) == 2:
+        given = _count_rows(input, [*given, *input.shape[1:]])[:2]
     if dim % input.dim() == 0 and _find_rows(given) is not None and len(given) == 2:
         return _view(torch.reshape, input, (*given, *input.shape[1:]))
     return func(input, dim, _as_numbers(func, given))

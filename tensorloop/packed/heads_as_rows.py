@@ -44,6 +44,8 @@ def divide(dim: Dim, heads: int) -> Dim:
 
 def has_heads(dim: Dim, heads: int) -> bool:
     """Whether each `heads` rows, one after another, are of one length."""
+    if heads < 1 or len(dim) % heads:
+        return False
     lens = dim._host_lens.view(-1, heads)
     return bool((lens == lens[:, :1]).all())
 

@@ -104,3 +104,8 @@ def turn_back(out: Any, layout: ViewLayout, dims: Sequence[int] = ()) -> Any:
         parts = [turn_back(x, layout, dims) for x in out]
         return type(out)(parts) if type(out).__module__ == "torch.return_types" or type(out) is list else tuple(parts)
     return out
+
+
+def as_ordinary(x: Any) -> Tensor:
+    """The ordinary tensor (1, T, *F) that a packed tensor of one row stands for, its dims as they are seen."""
+    return turn_back(unwrap(x).values.unsqueeze(0), layout_of(x))

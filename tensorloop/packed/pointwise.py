@@ -63,6 +63,8 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
     in_place = name.endswith("_")
     if in_place and not is_packed(args[0]):
         raise refusal("a padded tensor cannot be changed in place by a packed one", f"use {name[:-1]}")
+    if not in_place and len(base._dim) == 1 and _meets_no_rows(base, [x for x in given if is_tensor(x)]):
+        return func(*(_open(x) for x in args), **{k: _open(x) for k, x in kwargs.items()})
     out = func(*(to_values(x, base) for x in args), **{k: to_values(x, base) for k, x in kwargs.items()})
     if in_place:
         return args[0]
@@ -114,6 +116,28 @@ def refuse_array(x: Any) -> None:
         raise refusal("a NumPy array beside a packed tensor", "make it a tensor first: torch.as_tensor(array)")
 
 
+def _open(x: Any) -> Any:
+    """What a packed tensor of one row stands for, (1, T, *F): it broadcasts as that to sizes that are no rows'."""
+    return x.values.unsqueeze(0) if is_packed(x) else x
+
+
+def _meets_no_rows(base: Packed, beside: list[Tensor]) -> bool:
+    """Whether ordinary tensors broadcast against (1, T, *F), but as no rows of it."""
+    if all(x.dim() < base.ndim - 1 or _is_aligned(x, base) for x in beside):
+        return False
+    try:
+        torch.broadcast_shapes((1, *base.values.shape), *(x.shape for x in beside))
+    except RuntimeError:
+        return False
+    return True
+
+
+def _is_aligned(x: Tensor, base: Packed) -> bool:
+    """Whether an ordinary tensor has sizes of batch and ragged dim, or 1, where its dims meet them."""
+    sizes = (1, *x.shape)[-base.ndim :]
+    return x.dim() <= base.ndim and sizes[0] in (1, len(base._dim)) and sizes[1] in (1, base._dim.max_len)
+
+
 def align(x: Tensor, base: Packed) -> Tensor:
     """A tensor that would broadcast against the padded (B, T, *F), as one that does against the values (N, *F)."""
     size, dim = base.ndim, base._dim
@@ -121,7 +145,7 @@ def align(x: Tensor, base: Packed) -> Tensor:
         return x
     if x.dim() == size - 1:
         x = x.unsqueeze(0)
-    if x.dim() > size or x.shape[0] not in (1, len(dim)) or x.shape[1] not in (1, dim.max_len):
+    if not _is_aligned(x, base):
         raise WrongValue(
             f"{tuple(x.shape)} does not broadcast against {base.shape}, whose longest row has {dim.max_len}; "
             f"as the ragged dim take 1 or {dim.max_len}"

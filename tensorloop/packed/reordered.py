@@ -18,6 +18,7 @@ from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.packed import between, reordered_shapes, score_ops
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, is_packed, refusal
+from tensorloop.packed.by_rows import open_only_rows
 from tensorloop.packed.dispatch import dispatch, find_dim_parameter, handles
 from tensorloop.packed.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.pointwise import align, is_pointwise
@@ -327,6 +328,7 @@ def _is_of_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
 
 def _run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On the packed tensor, with what stands beside it turned; missing dims are of size 1, as in a padded tensor."""
+    args, kwargs = open_only_rows(args, kwargs)
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Packed, PackedView))]
     if any(isinstance(x, PackedScores) for x in given):
         return score_ops.run_pointwise(func, args, kwargs)

@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed.base import Packed, PackedView, refusal
-from tensorloop.packed.by_rows import batch_of, check_same, cut, join, ragged_of
+from tensorloop.packed.by_rows import batch_of, check_same, cut, join, open_only_rows, ragged_of
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import dispatch, find_dim_parameter
 from tensorloop.packed.heads_as_rows import divide, is_size_of, multiply, part_heads
@@ -23,6 +23,7 @@ from tensorloop.packed.size import NoNumber, RaggedSize
 @takes_scores("")
 def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On flat values, with what stands beside them cut to rows. Ragged dims -2 and -1 of two operands give scores."""
+    args, kwargs = open_only_rows(args, kwargs)
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, Packed, PackedView))]
     like = _find_places(given)
     in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")

@@ -288,3 +288,15 @@ def test_what_is_refused(name: str) -> None:
     p = make(LENS, 6)
     with pytest.raises(kind, match=text):
         fn(split(p), p)
+
+
+@pytest.mark.parametrize("lens", [LENS, [1, 1, 1, 1]])
+def test_a_feature_is_found_between_time_and_batch(lens: list[int]) -> None:
+    x = make(lens, 2, 4).permute(1, 2, 3, 0)
+    n = x.shape[0]
+    for sizes in ((n, -1, 4, 4), (n, -1, 2, 4, 4)):
+        y = x.reshape(sizes)
+        assert y.shape[1:] == ((2, 4, 4) if len(sizes) == 4 else (1, 2, 4, 4))
+        assert torch.equal(
+            y.permute(len(sizes) - 1, *range(len(sizes) - 1)).flatten(2).values, x.packed.values.flatten(1)
+        )

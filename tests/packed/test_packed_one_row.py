@@ -271,3 +271,25 @@ def test_padding_and_free_entries_of_nan_reach_nothing() -> None:
 def test_what_mixes_rows_is_seen(case: Callable[[Any], Any]) -> None:
     with pytest.raises(AssertionError, match="changes row"):
         assert_rows_apart(case, packed, LENS[0], torch.float32, "mixed")
+
+
+@pytest.mark.parametrize("lens", [[3], [3, 2]])
+def test_sizes_of_one_row_and_the_longest_broadcast_as_ordinary_ones(lens: list[int]) -> None:
+    """torch.zeros(1, T) is a packed row in a batch of one, and an ordinary tensor in others."""
+    p = PackedTensor(torch.randn(sum(lens), 4), lens)
+
+    def run(x: Any) -> tuple[Any, ...]:
+        b, t, _ = x.shape
+        q = x.view(b, t, 2, 2).transpose(1, 2)
+        i = torch.arange(t)
+        far = (i.view(1, t) - i.view((t, 1))).abs() * torch.tensor([1.0, 2.0]).view(2, 1, 1)
+        w = q @ q.mT - far + torch.arange(t).view(1, t) + i.view(1, t) * torch.ones(2, 1, 1)
+        return w.masked_fill(i.view(1, t) == 1, -1.0).softmax(-1) @ q, q + i.view(1, t, 1), far
+
+    for b, row in enumerate(p.unbind()):
+        for got, want in zip(run(p)[:2], run(row[None])[:2], strict=True):
+            torch.testing.assert_close(got.transpose(1, 2)[b], want.transpose(1, 2)[0])
+    assert torch.equal(run(p)[2], run(p[0][None])[2])
+    if len(lens) == 1:
+        with pytest.raises(ValueError, match=r"as the ragged dim take 1 or 3"):
+            p + torch.zeros(5, 4)

@@ -197,6 +197,18 @@ def test_minus_one_is_found_where_it_is_clear_what_is_padding():
             view(torch.zeros(2, 2, 4))
 
 
+@pytest.mark.parametrize("lens", [[3, 2, 1], [3, 0], [3], [1, 1]])
+def test_minus_one_rows_are_those_of_the_size(lens: list[int]) -> None:
+    p = packed(lens, 4)
+    n: Any = p.shape[1]
+    flat = p.reshape(-1, 4)  # [3, 2, 1] has as many entries as two rows of the longest have
+    for again in (flat.view(-1, n, 4), flat.reshape((-1, n, 2, 2)).flatten(2), flat.unflatten(0, (-1, n))):
+        assert again.lens.tolist() == lens
+        assert torch.equal(again.values, p.values)
+    with pytest.raises(TypeError, match=r"view: .* mixes entries of rows; write the number of rows for -1"):
+        flat.view(-1, n, 2)
+
+
 def test_gradients_come_through_what_sizes_make():
     x = packed([2, 0, 3], 4).requires_grad_()
     b, t, d = x.shape
