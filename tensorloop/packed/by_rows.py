@@ -26,7 +26,7 @@ def ragged_of(x: Any) -> dict[int, Dim]:
     return {}
 
 
-def open_only_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[Any], dict[str, Any]]:
+def open_only_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Operands, where packed ones of one row are ordinary if their batch meets another dim of the largest.
 
     `torch.zeros(1, T)` is one of them in a batch of one row, and an ordinary tensor, the same for all rows, in others.
@@ -41,7 +41,7 @@ def open_only_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[list[
         place, count, _ = batch_of([x])
         return as_ordinary(x) if count == 1 and place != batch else x
 
-    return [opened(x) for x in args], {k: opened(x) for k, x in kwargs.items()}
+    return tuple(map(opened, args)), {k: opened(x) for k, x in kwargs.items()}
 
 
 def batch_of(operands: Any) -> tuple[int, int, Any]:
@@ -104,7 +104,7 @@ def _cut_dims(parts: list[Tensor], ndim: int, batch: int, ragged: Mapping[int, D
             continue
         at = place + (place < batch)  # in a row, without the batch
         size = parts[0].shape[at]
-        if size == 1:
+        if size == 1 != dim.max_len:
             continue
         if size != dim.max_len:
             raise WrongValue(

@@ -27,18 +27,17 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, Packed, PackedView))]
     like = _find_places(given)
     in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")
-    if in_place and not (isinstance(args[0], PackedScores) and args[0].lead == like.lead):
-        raise refusal("what is changed in place must be the scores, of all heads", f"use {func.__name__[:-1]}")
+    if in_place and not (isinstance(args[0], PackedScores) and _is_of(args[0], like)):
+        raise refusal(
+            "what is changed in place must be the scores, of all heads, queries and keys", f"use {func.__name__[:-1]}"
+        )
     flat = func(*(_flatten(x, like) for x in args), **{k: _flatten(x, like) for k, x in kwargs.items()})
     return args[0] if in_place else like.alike(flat) if isinstance(flat, Tensor) else flat
 
 
 def _find_places(given: list[Any]) -> PackedScores:
     """Scores, of any values, with the dims that the operands have together."""
-    places: dict[int, Dim] = {}
-    for x in given:
-        for place, dim in ragged_of(x).items():
-            check_same(places.setdefault(place, dim), dim)
+    places = {place: _find_dim_at(place, given) for x in given for place in ragged_of(x)}
     ndim = max(x.dim() for x in given)
     batch, _, like = batch_of(given)
     scored = any(isinstance(x, PackedScores) for x in given)
@@ -47,15 +46,30 @@ def _find_places(given: list[Any]) -> PackedScores:
         shapes = " and ".join(str(tuple(x.shape)) for x in given)
         raise refusal(
             f"the ragged dims of {shapes} do not meet as those of scores (B, heads, T*, S*), counted from the last",
-            "unsqueeze the smaller one, or transpose one of them",
+            "unsqueeze the smaller one, or transpose one; features go before them, as in (B, D, T*, 1) + (B, D, 1, S*)",
         )
     leads = (tuple(x.shape)[x.dim() == ndim : -2] for x in given)
     return PackedScores(torch.empty(0), like, places[-2], places[-1], tuple(torch.broadcast_shapes(*leads)))
 
 
+def _find_dim_at(place: int, given: list[Any]) -> Dim:
+    """The ragged dim of operands at a place, counted from the last; that of scores broadcasts if it has one entry."""
+    there = [(ragged_of(x)[place], isinstance(x, PackedScores)) for x in given if place in ragged_of(x)]
+    found = next((dim for dim, scored in there if not (scored and dim.max_len == 1)), there[0][0])
+    for dim, scored in there:
+        if not (scored and torch.equal(dim._host_lens, found._host_lens.clamp(max=1))):
+            check_same(found, dim)
+    return found
+
+
+def _is_of(x: PackedScores, like: PackedScores) -> bool:
+    """Whether scores are of all the places of `like`: none is broadcast."""
+    return x.lead == like.lead and x.rows.same(like.rows) and x.columns.same(like.columns)
+
+
 def _flatten(x: Any, like: PackedScores) -> Any:
     """An operand as it goes beside flat values of these scores."""
-    if isinstance(x, PackedScores) and x.lead == like.lead:
+    if isinstance(x, PackedScores) and _is_of(x, like):
         return x.flat
     if isinstance(x, Tensor) and x.numel() == 1:
         return x.reshape(x.shape[:1])
@@ -232,7 +246,10 @@ def _permute(func: Any, input: Any, *dims: Any) -> Any:
     if order == list(range(-input.ndim, 0)):
         return input
     if order[0] != -input.ndim or set(order[-2:]) != {-1, -2} or sorted(order) != list(range(-input.ndim, 0)):
-        raise refusal(f"order {tuple(given)} of {input.shape}", "the batch stays first, queries and keys last")
+        raise refusal(
+            f"order {tuple(given)} of {input.shape}",
+            "the batch stays first, queries and keys last: mix heads by einsum",
+        )
     return per_row(input, lambda row: row.permute(order[1:]))
 
 
@@ -393,6 +410,8 @@ def _index(func: Any, input: Any, key: Any) -> Any:
     used = sum(k is not None and k is not Ellipsis for k in keys)
     whole = slice(None)
     keys = (*keys[:dots], *[whole] * (input.ndim - used), *keys[dots + 1 :])
+    if keys[-1:] == (None,):
+        return _index(func, input, keys[:-1]).unsqueeze(-1)
     last = keys[-2:]
     if used > input.ndim or keys[0] != whole or not all(type(k) in (slice, int) for k in last):
         raise WrongValue(f"{key} of {input.shape}; the batch stays, the last two dims take slices and numbers")

@@ -13,13 +13,14 @@ from torch.utils import _pytree
 
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, Packed, PackedView, add_operators
+from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.heads_as_rows import multiply
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 from tensorloop.packed.size import RaggedSize
 
+_INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 _TABLE: dict[str, Handler] = {}
 _POINTWISE: dict[str, Handler] = {}
 
@@ -167,7 +168,9 @@ class PackedScores(PackedView):
             return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
         if name in PackedScores.__slots__:  # a copy that is not filled yet
             raise AttributeError(name)
-        raise no_attribute(name, method=callable(func) and not name.startswith("__"))
+        if callable(func) and not name.startswith("__"):
+            raise AttributeError(f"{name} is not known for packed scores; {_INSTEAD}")
+        raise no_attribute(name, method=False)
 
 
 def takes_scores(*names: str) -> Any:
@@ -190,7 +193,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return _TABLE[name](func, *args, **kwargs)
         if is_pointwise(name):
             return _POINTWISE[""](func, args, kwargs)
-        raise unsupported(name, "take its rows, x.unbind(), or pad it, x.pad()")
+        raise refusal("it does not take packed scores", _INSTEAD)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 

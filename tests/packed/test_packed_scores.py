@@ -53,6 +53,12 @@ PROGRAMS: dict[str, Any] = {
     "by letters": lambda q, k, v: merge(
         torch.einsum("bhij,bhjd->bhid", torch.einsum("bhid,bhjd->bhij", heads(q), heads(k)).softmax(-1), heads(v))
     ),
+    "above the first key's": lambda q, k, v: merge(
+        (lambda s: s.masked_fill(s < s[..., :1], -2.0) - s[:, :, :1] * s[..., :1])(scores(q, k)).softmax(-1) @ heads(v)
+    ),
+    "sums of features": lambda q, k, v: (  # additive attention, its features before both ragged dims
+        torch.tanh(q.transpose(1, 2)[..., None] + k.transpose(1, 2)[:, :, None]).sum(1).softmax(-1) @ v
+    ),
     "letters of time": lambda q, k, v: torch.einsum(
         "bnts,bsnd->btnd",
         torch.einsum("btnh,bsnh->bnts", q.unflatten(-1, (2, 3)), k.unflatten(-1, (2, 3))).softmax(-1),
@@ -220,6 +226,10 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("order", lambda s, q, o: s.permute(1, 0, 2, 3), TypeError, "the batch stays first"),
     ("letters", lambda s, q, o: torch.einsum("bhij,bjd", s, q), TypeError, "einsum: .*write all letters"),
     ("no batch", lambda s, q, o: torch.einsum("bhij,bhjd->id", s, heads(q)), TypeError, "sums over the batch"),
+    ("diagonal", lambda s, q, o: torch.diagonal(s, 0, 2, 3), TypeError, r"packed scores; take the rows, x.unbind\(\)"),
+    ("features last", lambda s, q, o: q[:, :, None] + o[:, None], TypeError, r"as in \(B, D, T\*, 1\)"),
+    ("in place", lambda s, q, o: s[..., :1].add_(s), TypeError, "must be the scores, of all heads, queries and keys"),
+    ("one entry", lambda s, q, o: s + torch.ones(2, 1, dtype=D) * o[:, :1, 0][:, None, None], ValueError, "lens"),
     ("dim", lambda s, q, o: s.softmax(4), IndexError, "out of range for scores of 4 dims"),
 ]
 
@@ -329,3 +339,11 @@ def test_tables_beside_no_rows():
     scores = x @ x.transpose(1, 2)
     assert (scores + torch.zeros(0, 1, 1)).shape == (0, None, None)
     assert scores.masked_fill(torch.ones(0, 1, 0, dtype=torch.bool), 0).shape == (0, None, None)
+
+
+def test_a_padded_tensor_of_one_step_is_cut_to_rows_of_none():
+    q = make([0, 1], 6)
+    s = torch.cat([scores(q, q), torch.ones(2, 2, q.shape[1], 1, dtype=D).expand(2, 2, 1, 1)], -1)
+    assert [row.shape for row in s.unbind()] == [(2, 0, 1), (2, 1, 2)]
+    two = scores(make([2, 1], 6), make([2, 1], 6))
+    assert torch.equal(two[..., 0, None].unbind()[0], two.unbind()[0][..., :1])
