@@ -12,10 +12,12 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongIndex, WrongValue
+from tensorloop.packed import segments
 from tensorloop.packed.base import Handler, Packed, PackedView, check_same_rows, refusal
 from tensorloop.packed.dim import Dim, describe_difference
+from tensorloop.packed.dispatch import dispatch
 from tensorloop.packed.heads_as_rows import has_heads, is_size_of, join_heads, part_heads
-from tensorloop.packed.layout import ViewLayout, layout_of, see, turn_back, unwrap
+from tensorloop.packed.layout import ViewLayout, layout_of, see, turn_back, turn_tensor, unwrap
 from tensorloop.packed.relative import skew
 from tensorloop.packed.score_ops import expand_to_scores
 from tensorloop.packed.size import NoNumber, RaggedSize
@@ -310,20 +312,36 @@ def pair(func: Any, input: Any) -> Any:
 
 
 def pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
-    """F.pad of features, with a number."""
+    """F.pad with a number, of features and of each row's own entries."""
     layout = layout_of(input)
     sizes = dict(zip(range(layout.ndim - 1, -1, -1), zip(pad[::2], pad[1::2], strict=True), strict=False))
-    if mode != "constant" or any(n for d in layout[:2] for n in sizes.get(d, ())):
-        raise refusal(
-            f"{tuple(pad)} of {input.shape}, mode {mode!r}", "pad features with a number, or x.transpose it back"
-        )
-    features = [d for d in range(layout.ndim - 1, -1, -1) if d not in layout[:2] and d in sizes]
-    p = unwrap(input)
-    values = torch.nn.functional.pad(p.values, [n for d in features for n in sizes[d]], value=value)
-    return see(p._with(values), *layout[:2])
+    if mode != "constant" or len(pad) > 2 * layout.ndim or any(sizes.get(layout.batch, ())):
+        raise refusal(f"{tuple(pad)} of {input.shape}, mode {mode!r}", "pad with a number, or x.transpose it back")
+    given = [sizes.get(layout.order.index(d), (0, 0)) for d in range(layout.ndim - 1, 0, -1)]
+    padded = dispatch(torch.nn.functional.pad, (unwrap(input), [n for pair in given for n in pair]), {"value": value})
+    return see(padded, *layout[:2])
 
 
 # -- indices
+
+
+def gather(func: Any, input: Any, dim: int, index: Any, *, sparse_grad: bool = False) -> Any:
+    """Along a feature dim, at an index of as many dims: packed in the same order, or ordinary, of the longest row."""
+    layout, p = layout_of(input), unwrap(input)
+    d = layout.find(dim)
+    if d in layout[:2]:
+        raise refusal(f"along the batch or the ragged dim of {input.shape}", "transpose it back, (B, T*, *F)")
+    if isinstance(index, PackedView) and layout_of(index) == layout:
+        check_same_rows(p, unwrap(index))
+        at = unwrap(index).values
+    elif isinstance(index, Tensor) and index.dim() == layout.ndim:
+        sizes = index.shape[layout.batch], index.shape[layout.time]
+        if sizes != (len(p._dim), p._dim.max_len):
+            raise WrongValue(f"the index {tuple(index.shape)} is not of all entries of {input.shape}; expand it")
+        at = segments.pack(turn_tensor(index, layout), p._dim._offsets, p._dim.total)
+    else:
+        raise refusal("its index has not the dims of the input in the same order", "transpose one of them")
+    return see(p._with(torch.gather(p.values, layout.order[d] - 1, at)), *layout[:2])
 
 
 def index(x: Any, key: Any) -> Any:
@@ -380,4 +398,5 @@ TABLE: dict[str, Handler] = {
     **dict.fromkeys(("view_as_complex", "view_as_real"), pair),
     **{"permute": permute, "unsqueeze": unsqueeze, "squeeze": squeeze, "expand": expand, "expand_as": expand_as},
     **{"stack": stack, "flatten": flatten, "unflatten": unflatten, "pad": pad, "__getitem__": _index_table},
+    "gather": gather,
 }

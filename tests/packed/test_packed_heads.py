@@ -300,3 +300,49 @@ def test_a_feature_is_found_between_time_and_batch(lens: list[int]) -> None:
         assert torch.equal(
             y.permute(len(sizes) - 1, *range(len(sizes) - 1)).flatten(2).values, x.packed.values.flatten(1)
         )
+
+
+def gathered(x: Any) -> Any:
+    """As DeBERTa has it: for each query its number for each distance, taken at the distances of all keys."""
+    (b, t, _), q = x.shape, split(x)
+    i = torch.arange(t)
+    index = ((i[:, None] - i).clamp(-2, 2) + 2)[None, None].expand(b, 2, t, t)
+    far = torch.gather(q @ torch.eye(3, 5, dtype=D), -1, index)
+    return merge((q @ q.mT + far + (q[..., :1] * torch.arange(5)).gather(-1, index).mT).softmax(-1) @ q)
+
+
+AS_IN_ROWS: dict[str, Any] = {
+    "an index of distances": gathered,
+    "an index of its own": lambda x: merge(split(x).gather(-1, split(x).argsort(-1))),
+    "a key in front": lambda x: merge(
+        (split(x) @ F.pad(split(x), (0, 0, 1, 0)).mT).softmax(-1) @ F.pad(split(x), (0, 0, 1, 0), value=0.5)
+    ),
+    "more of both": lambda x: F.pad(x.transpose(1, 2), (2, 0, 1, 1)).transpose(1, 2),
+}
+
+
+@pytest.mark.parametrize("lens", CASES)
+@pytest.mark.parametrize("name", AS_IN_ROWS)
+def test_gather_and_pad_of_views_are_those_of_each_row(name: str, lens: list[int]) -> None:
+    x = make(lens, 6)
+    out = AS_IN_ROWS[name](x)
+    assert len(out.lens) == len(lens)
+    for got, row in zip(out.unbind(), x.unbind(), strict=True):
+        want = AS_IN_ROWS[name](row[None])[0]
+        torch.testing.assert_close(got, want)
+        torch.testing.assert_close(
+            *(torch.autograd.grad(y.sin().sum(), x.values, retain_graph=True) for y in (got, want))
+        )
+
+
+def test_gather_of_views_is_refused_where_an_index_does_not_fit() -> None:
+    x = split(make(LENS, 6))
+    index = torch.zeros(4, 2, 4, 5, dtype=torch.long)
+    for refused, kind, text in (
+        (lambda: x.gather(2, index), TypeError, "along the batch or the ragged dim"),
+        (lambda: x.gather(-1, index[:1]), ValueError, r"index \(1, 2, 4, 5\) is not of all entries"),
+        (lambda: x.gather(-1, x.transpose(1, 2).long()), TypeError, "not the dims of the input in the same order"),
+        (lambda: F.pad(x, (0, 0) * 3 + (1, 0)), TypeError, "pad with a number"),
+    ):
+        with pytest.raises(kind, match=text):
+            refused()
