@@ -46,7 +46,7 @@ def _find_places(given: list[Any]) -> PackedScores:
         shapes = " and ".join(str(tuple(x.shape)) for x in given)
         raise refusal(
             f"the ragged dims of {shapes} do not meet as those of scores (B, heads, T*, S*), counted from the last",
-            "unsqueeze the smaller one, or transpose one of them; features go before, as in (B, D, T*, 1) + (B, D, 1, S*)",
+            "unsqueeze the smaller one, or transpose one of them; features go first: (B, D, T*, 1) + (B, D, 1, S*)",
         )
     leads = (tuple(x.shape)[x.dim() == ndim : -2] for x in given)
     return PackedScores(torch.empty(0), like, places[-2], places[-1], tuple(torch.broadcast_shapes(*leads)))
