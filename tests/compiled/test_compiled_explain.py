@@ -225,11 +225,21 @@ def test_kernels_are_explained_to_who_wants_them(monkeypatch: pytest.MonkeyPatch
 def test_what_goes_into_no_graph_is_named():
     def body(carry: Any, x: Tensor) -> Any:
         h, array = carry
-        return (h + x, array.append(h)), None
+        return (h + array.append(h).stack().flip(0)[0] + x, array), None
 
     text = tl.explain(body, (torch.zeros(2), tl.TensorArray()), torch.ones(5, 2), device="cuda").text
     assert "forward: torch, step by step" in text
-    assert "no graph: its arrays are longer at each step" in text
+    assert "no graph: flip of what is as long as an array in the carry" in text
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_an_array_in_the_carry_is_in_graphs_and_kernels():
+    def body(carry: Any, x: Tensor) -> Any:
+        h, array = carry
+        return (h + x, array.append(h)), None
+
+    text = tl.explain(body, (torch.zeros(2), tl.TensorArray()), torch.ones(5, 2), device="cuda").text
+    assert "forward: CUDA graphs of 64, 8 and 1 steps" in text
     assert "one launch: 2 groups of 32 lanes, 0 barriers a step" in text
     assert "8 bytes read and 0 written a step" in text
 

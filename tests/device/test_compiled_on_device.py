@@ -258,6 +258,31 @@ def test_a_loop_of_known_length_waits_for_nothing(checkpoints: int | None) -> No
     assert counts.syncs == []
 
 
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.parametrize("used", ["last", "ys", "both"])
+def test_a_gradient_in_a_graph_of_the_caller_s(used: str, checkpoints: int | None) -> None:
+    """Where the last carry has no gradient, nobody asks whether zeros for it did no harm: that would wait."""
+    w = numbers(WIDTH, WIDTH).requires_grad_()
+    h, xs = numbers(ROWS, WIDTH), numbers(STEPS, ROWS, WIDTH)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        h = torch.tanh(h @ w + x)
+        return h, h * 2
+
+    def run(compile: Any) -> Tensor:
+        last, ys = tl.scan(body, h, xs, compile=compile, checkpoints=checkpoints)
+        loss = {"last": last.sum(), "ys": ys.square().sum(), "both": last.sum() + ys.square().sum()}[used]
+        return torch.autograd.grad(loss, w)[0]
+
+    run("strict")
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        found = run("strict")
+    xs.normal_()
+    graph.replay()
+    torch.testing.assert_close(found, run(False))
+
+
 def test_no_plan_is_made_while_the_caller_captures(monkeypatch: pytest.MonkeyPatch) -> None:
     h, xs = numbers(ROWS, 2), numbers(STEPS, ROWS, 2)
     body = lambda h, x: (torch.sin(h) + x * 3, None)  # noqa: E731
