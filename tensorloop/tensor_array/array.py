@@ -316,7 +316,8 @@ class TensorArray(ArrayCore):
         """
         try:
             store = self._store
-            if type(i) is not int and store is not None and (found := store.read_at(i)) is not None:
+            unknown = type(i) is not int and not getattr(i, "ndim", 0)  # several slots are an error, of find_slot
+            if unknown and store is not None and (found := store.read_at(i)) is not None:
                 return found
             length = 0 if store is None else store.length
             slot = i if type(i) is int and 0 <= i < length else checks.find_slot(i, length)

@@ -160,3 +160,13 @@ def test_a_write_behind_the_end_appends_as_in_the_eager_loop():
     with pytest.warns(NotCompiledWarning, match="looking at its step raised OutOfRange: index out of range"):
         found = tensors(tl.scan(body, init, d.xs, compile=True))
     check_equal(found, expected, 1e-11)
+
+
+def test_an_index_of_several_slots_is_the_eager_loops_error():
+    def body(a: TensorArray, i: Tensor) -> Any:
+        return a.append(a[0]), a[torch.stack([i, i])]
+
+    array, index = TensorArray.unstack(torch.randn(3, D)), torch.zeros(2, dtype=torch.int64)
+    for compile in (False, True):
+        with pytest.raises(TypeError, match=r"TensorArray.read: index must be an int or a 0-d integer tensor"):
+            tl.scan(body, array, index, compile=compile)

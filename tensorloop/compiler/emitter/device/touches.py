@@ -35,7 +35,7 @@ class LaneTouch(NamedTuple):
         return self.lanes is None or other.lanes is None or _differ(self.lanes, other.lanes)
 
     def overlaps(self, other: "LaneTouch", places: Mapping[Region, tuple[int, int]]) -> bool:
-        """The same where the buffers are others: what is not needed at one time may share memory, byte by byte."""
+        """Whether two lanes touch one byte of two buffers, which may share memory if needed at different times."""
         if self.buffer not in places or other.buffer not in places:
             return False
         (low, end), (start, stop) = places[self.buffer], places[other.buffer]
