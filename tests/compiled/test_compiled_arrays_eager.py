@@ -170,3 +170,21 @@ def test_an_index_of_several_slots_is_the_eager_loops_error():
     for compile in (False, True):
         with pytest.raises(TypeError, match=r"TensorArray.read: index must be an int or a 0-d integer tensor"):
             tl.scan(body, array, index, compile=compile)
+
+
+@pytest.mark.parametrize("features", [0, 3])
+def test_slots_without_features_have_a_gradient(features: int):
+    h, xs, base = (torch.randn(n, 2, features, dtype=torch.float64).requires_grad_() for n in (1, 2, 2))
+
+    def body(carry: Any, x: Tensor) -> Any:
+        _, a = carry
+        v = a[-min(len(a), 2)]
+        a.append(x)
+        return (torch.log1p(v.square()), a), ()
+
+    def run(compile: Any) -> list[Tensor]:
+        (last, a), _ = tl.scan(body, (h[0], TensorArray.unstack(base)), xs, compile=compile)
+        values = [last, a.stack()]
+        return [*values, *torch.autograd.grad([x.square().sum() for x in values], [xs, base])]
+
+    check_equal(run("strict"), run(False), 1e-12)

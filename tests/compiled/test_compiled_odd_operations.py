@@ -48,6 +48,7 @@ BODIES: dict[str, Body] = {  # of two (4, 6) tensors
     "over everything": lambda h, x: (
         h.sin() + x * h.amax((0, 1)) - h.long().amin(1, keepdim=True), (h.argmax(), h.prod(), (h > -9).all())),
     "of bools": lambda h, x: (h.sin() + x * (h > 0).amax(1, keepdim=True), (h > 0).amin(1)),
+    "largest of one, by its place": lambda h, x: (h.sin() + x, F.adaptive_max_pool1d(x[:, :1][None], 1)[0]),
     "numbers": lambda h, x: (h.sin() + x * h[0, 0].cumsum(0), [h[0, 0].amax(), h[0, 0].flip(0), h[0, 0].prod(0)]),
     "an element of a number": lambda h, x: (h.sin() + x, [h[0, 0].gather(0, AT[1]), h[0, 0].index_select(0, AT[1:2])]),
     "nothing": lambda h, x: (

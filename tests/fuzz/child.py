@@ -33,10 +33,13 @@ def prepare(device: bool = False) -> None:
     operations()
     with plant(0, ""):  # every module of the fuzzer is loaded, as it may be changed while this runs
         program(0)
-        check(_WARM)
+        # Autograd learns at its first backward which devices there are, and starts a thread for each, which no fork
+        # has. So where there are some the first backward is a child's.
+        if device:
+            _start_device()
+        else:
+            check(_WARM)
     _forget_plans()
-    if device:  # last: a fork has no threads, which autograd starts for a device at its first use
-        _start_device()
     gc.collect()
     gc.freeze()
 

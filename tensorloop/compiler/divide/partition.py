@@ -216,10 +216,11 @@ def _ready(
 
 
 def _base(n: fx.Node, available: set[fx.Node]) -> fx.Node:
-    """What a node is a view of all of, as far as the loop has that."""
+    """What a node is a view of all of, as far as the loop has that and it can be stored at each step."""
     while is_view(n):
         (before,) = n.all_input_nodes
-        if before not in available or value_of(before).numel() != value_of(n).numel():
+        # A part of an array without features has as many numbers as the array: none.
+        if before not in available or grows(before) or value_of(before).numel() != value_of(n).numel():
             break
         n = before
     return n
