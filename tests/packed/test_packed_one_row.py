@@ -292,4 +292,4 @@ def test_sizes_of_one_row_and_the_longest_broadcast_as_ordinary_ones(lens: list[
     assert torch.equal(run(p)[2], run(p[0][None])[2])
     if len(lens) == 1:
         with pytest.raises(ValueError, match=r"as the ragged dim take 1 or 3"):
-            p + torch.zeros(5, 4)
+            torch.add(p, torch.zeros(5, 4))
