@@ -1,4 +1,4 @@
-"""Whether autocast is on, which attention asks at every step of a loop.
+"""Whether autocast is on, which attention and compiled loops ask at every step.
 
 Private name of torch, tried with 2.11 to 2.15: `torch._C._is_any_autocast_enabled`, one call for all devices.
 """

@@ -24,7 +24,7 @@ _one_at_a_time = threading.Lock()
 
 def watch_calls(watch: Watch | None) -> Watch | None:
     """From now on this thread tells `watch` of every `ctx`, before its forward runs; returns whom it told before."""
-    if "__init__" not in vars(BackwardCFunction):
+    if watch is not None and "__init__" not in vars(BackwardCFunction):
         setattr(BackwardCFunction, "__init__", _begun)  # noqa: B010 - to pyright it is none of it
     before = getattr(_here, "watch", None)
     _here.watch = watch

@@ -14,6 +14,6 @@ def is_symbolic(x: Tensor) -> bool:
 
 def in_memory(x: Tensor) -> Tensor:
     """The tensor itself, or a copy whose memory holds its numbers: of a zero tensor, a conj or a neg view."""
-    if not is_symbolic(x):
+    if not (x._is_zerotensor() or x.is_neg() or x.is_conj()):  # asked of each tensor of a compiled loop, at every call
         return x
     return x.clone() if x._is_zerotensor() else x.resolve_conj().resolve_neg()

@@ -5,15 +5,15 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 
 import torch
 
+from tensorloop._torch.autocast import is_on
 from tensorloop.compiler.targets.choose import AUTOCAST
 
 
 def state() -> tuple[tuple[str, torch.dtype], ...] | None:
     """What autocast casts to now, by the type of the device; None where it is off."""
-    for kind in AUTOCAST:  # asked at every call of a known step
-        if torch.is_autocast_enabled(kind):
-            return tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind))
-    return None
+    if not is_on():  # asked at every call of a known step
+        return None
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind)) or None
 
 
 def without_autocast() -> AbstractContextManager[object]:

@@ -328,22 +328,19 @@ class Frame:
         Ints may count steps, where it is known how many there are: a condition would see those of the first step.
         """
         loop, counts = self.loop, dict[int, int]()
-        may_count = (
-            loop.length is not None
-            and loop.may_count
-            and loop.cond is loop.until is None
-            and self.rows is None
-            and self.active is None
-        )
-        may_count &= not self.arrays.places and not (loop.slices is not None and loop.slices.reverse)
         for i, (old, new) in enumerate(zip(loop.init, leaves, strict=True)):
             same = old is new or (isinstance(old, NUMBERS) and old == new)
             if not isinstance(old, (Tensor, TensorArray)) and not same and i not in loop.counters:
-                if not may_count or type(old) is not int or loop.counters:
+                if type(old) is not int or loop.counters or not self._may_count():
                     raise self._changes(i)
                 counts[i] = new - old
         if counts:
             raise Counts(counts)
+
+    def _may_count(self) -> bool:
+        loop, forward = self.loop, self.loop.slices is None or not self.loop.slices.reverse
+        known = loop.length is not None and loop.may_count and loop.cond is loop.until is None
+        return known and forward and self.rows is self.active is None and not self.arrays.places
 
     def _changes(self, i: int) -> Refused:
         path, kind = f"carry{self.loop.carry.tree.paths[i]}", type(self.loop.init[i]).__name__
