@@ -90,6 +90,8 @@ class ActiveRows:
     def begin_step(self, t: int, cond: Tensor, cheap: Callable[[], bool]) -> bool:
         """Takes what `cond_fn` said before step t; whether any row runs on. `cheap`: whether a cut copies little."""
         told = cond.device != self.active.device  # on the CPU, where nothing waits
+        if told and transforms.is_batched(cond):  # what is read there has lost the levels of vmap
+            cond, told = cond.to(self.active.device), False
         if told:
             cond = cond if self._seen is None else cond & self._seen
         active = cond if told or self._seen is None else cond & self.active

@@ -6,7 +6,7 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -237,6 +237,15 @@ def test_an_error_in_the_backward_has_the_step_too(reverse: bool):
     assert raised.value.__notes__ == ["raised in the backward of step 5 of scan"]
 
 
+@pytest.fixture
+def interruptible() -> Iterator[None]:
+    """A shell starts what runs in its background with Ctrl-C ignored."""
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    yield
+    signal.signal(signal.SIGINT, before)
+
+
+@pytest.mark.usefixtures("interruptible")
 @pytest.mark.parametrize("compile", [False, "strict"])
 def test_an_interrupt_ends_the_loop_and_leaves_nothing_behind(compile: Any):
     with torch.no_grad():

@@ -102,7 +102,7 @@ def case(name: str, dtype: torch.dtype = torch.float64, rows: int = B, columns: 
 def test_a_team_gives_what_one_thread_gives(name: str, dtype: torch.dtype, together, folder: Folder) -> None:
     rec, given = case(name, dtype)
     core = emit(rec, folder=folder)
-    assert core.text.barriers
+    assert core.text.barriers or not isinstance(core, NativeCore)  # a lane may hold what no other sees
     if dtype == torch.float64:
         assert_same(core, rec, 5, *given, rtol=1e-10, atol=1e-10)
     else:  # some of these steps double what rounding does
@@ -163,7 +163,7 @@ def test_squares(name: str, size: int, together, folder: Folder) -> None:
     given: Given = (), [torch.randn(4, size, size).double()], [torch.randn(size, size).double()]
     rec = recurrence(step, *given)
     core = emit(rec, folder=folder)
-    assert bool(core.text.barriers) == (size > 1)
+    assert bool(core.text.barriers) == (size > 1) or not isinstance(core, NativeCore)
     for count in (1, 2, 3) if size > 1 else ():
         together(count)
         assert_no_race(rec, count)

@@ -96,3 +96,14 @@ def test_a_fixed_point_waits_once_an_iteration(rows: bool) -> None:
     assert len(counts.syncs) == int(torch.as_tensor(steps).max())
     found = torch.autograd.grad(z.sum(), factor)[0]
     torch.testing.assert_close((z, found), (1 / (1 - factor), 1 / (1 - factor) ** 2), rtol=1e-4, atol=1e-4)
+
+
+def test_elements_of_vmap_stop_each_by_an_answer_of_the_cpu() -> None:
+    factor, given = torch.tensor([0.5, 0.1], device="cuda"), torch.ones(2, 3, device="cuda")
+
+    def search(f: Tensor, x: Tensor) -> Any:
+        return tl.fixed_point(lambda z: f * z + x, torch.zeros_like(x), return_steps=True)  # reads changes on the CPU
+
+    found, steps = torch.func.vmap(search)(factor, given)
+    torch.testing.assert_close(found, given / (1 - factor[:, None]), rtol=1e-4, atol=1e-4)
+    assert steps.tolist() == [search(f, x)[1] for f, x in zip(factor, given, strict=True)]

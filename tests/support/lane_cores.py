@@ -30,6 +30,8 @@ NATIVE = (
     "test_compiled_checkpoints.py::test_blocks_of_large_carries_are_short",
     "test_compiled_checkpoints.py::test_a_budget_bounds_what_is_held_and_the_block",
     "test_compiled_complex.py::test_a_transform_is_part_of_the_machine_code",
+    "test_emitter_random.py::test_threads_do_a_random_step_together",
+    "test_compiled_explain.py::test_a_loop_of_the_host_is_explained_on_a_device",
     "test_compiled_explain.py::test_other_products_with_xs_are_hoisted_and_weight_gradients_come_after",
     "test_compiled_explain.py::test_a_cache_that_others_can_write_costs_speed_alone",
     "test_compiled_row_arrays.py::test_rows_are_shared_out_among_threads",

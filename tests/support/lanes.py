@@ -7,6 +7,7 @@ makes of it, nor how fast that is.
 import ctypes
 import dataclasses
 import random
+import threading
 from array import array
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -130,6 +131,7 @@ class LanesCore:
         count += bool(self.text.growing)
         self._loaded = Lanes(self.text.module, lanes, count, self.text.numbers, guarded=guarded)
         self._guarded = guarded
+        self._alone = threading.Lock()  # the module has one list of what its lanes may touch
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         steps, invariants, sequences, carry, outs, sums, lengths = call = self._needed.as_numbers(call)
@@ -173,10 +175,11 @@ class LanesCore:
         for group in self.order.of(text.groups):
             addresses = [x.data_ptr() for x in parts]
             place = begin + group * text.scratch
-            block = self._loaded.guard(self._regions(parts, place)) if self._guarded else None
-            self._loaded.group([*addresses, steps, *lengths], place, group, lambda: self.order.of(text.lanes))
-            if block is not None:
-                self._loaded.said(block)
+            with self._alone:
+                block = self._loaded.guard(self._regions(parts, place)) if self._guarded else None
+                self._loaded.group([*addresses, steps, *lengths], place, group, lambda: self.order.of(text.lanes))
+                if block is not None:
+                    self._loaded.said(block)
         if int(status[2]):
             raise matrix_failed(text.checks, int(status[2]))
         if int(status[1]):
