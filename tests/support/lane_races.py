@@ -1,4 +1,4 @@
-"""What each lane of a group touches between two waits, element by element, and whether lanes meet in it.
+"""What each lane of each group touches between two waits, element by element, and whether lanes of one group meet.
 
 It goes by how lanes share units and by where buffers lie, and knows nothing of how waits were planned. Arrays have
 `LENGTHS` slots before the first step.
@@ -6,7 +6,7 @@ It goes by how lanes share units and by where buffers lie, and knows nothing of 
 
 import math
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple, TypeGuard
+from typing import Any, NamedTuple, TypeGuard
 
 import torch
 
@@ -37,37 +37,52 @@ def unneeded_waits(plan: KernelPlan) -> list[str]:
     now = [
         [n + more * turn for n, more in zip(LENGTHS, plan.step.source.growth, strict=False)] for turn in range(TURNS)
     ]
-    parts = [[list(_unit(plan, n, lengths)) for n in range(len(plan.units))] for lengths in now]
-    assert not _meet(plan, parts, before, *rest), "lanes meet"
+    groups = [
+        _Group(plan, k, [[list(_unit(plan, n, lengths, k)) for n in range(len(plan.units))] for lengths in now])
+        for k in range(1 if plan.rows is None else plan.rows.groups)
+    ]
+
+    def meet(*waits: Any) -> bool:
+        return any(_meet(group, *waits) for group in groups)
+
+    assert not meet(before, *rest), "lanes meet"
     found = []
     for n, waits in enumerate(before):
-        if waits and not _meet(plan, parts, [*before[:n], False, *before[n + 1 :]], *rest):
+        if waits and not meet([*before[:n], False, *before[n + 1 :]], *rest):
             found.append(f"before part {n}")
-    if asking and not _meet(plan, parts, before, False, leaving, starting):
+    if asking and not meet(before, False, leaving, starting):
         found.append("before it asks")
-    if leaving and not _meet(plan, parts, before, asking, False, starting):
+    if leaving and not meet(before, asking, False, starting):
         found.append("before the last carry")
-    if starting and not _meet(plan, parts, before, asking, leaving, False):
+    if starting and not meet(before, asking, leaving, False):
         found.append("before the first step")
     return found
 
 
+class _Group(NamedTuple):
+    """One of the groups, and what its lanes touch in each unit, turn by turn."""
+
+    plan: KernelPlan
+    number: int
+    parts: Sequence[Sequence[list[Access]]]
+
+
 def _meet(
-    plan: KernelPlan,
-    parts: Sequence[Sequence[list[Access]]],
+    group: _Group,
     before: Sequence[bool],
     asking: bool,
     leaving: bool,
     starting: bool,
 ) -> bool:
     """Whether one lane writes what another one touches before they have waited."""
-    step, since = plan.step, _Since(plan)
+    plan, number, parts = group
+    step, since = plan.step, _Since(plan, number)
     for n in plan.pairs:
-        since.all(_copy(plan, step.carry[n], step.next[n].buffer, writes=True), -1)
+        since.all(_copy(plan, number, step.carry[n], step.next[n].buffer, writes=True), -1)
     for one in plan.near.values():
         (point,) = one.load.walks
         share = share_lanes(one.load, one.row, plan.rows, plan.lanes)
-        for lane, index in _elements(plan, share, ()):
+        for lane, index in _elements(plan, share, (), number):
             since.all([Access(lane, one.right.buffer, _at(point.writes()[0], index), True)], -1)
     if starting:
         since.clear()
@@ -85,15 +100,15 @@ def _meet(
         since.clear()
     for array in step.carry:
         if array.buffer.kind != "array":
-            since.all(_copy(plan, array, array.buffer, writes=False), TURNS)
+            since.all(_copy(plan, number, array, array.buffer, writes=False), TURNS)
     return since.met
 
 
 class _Since:
     """Who has touched which element since the last wait."""
 
-    def __init__(self, plan: KernelPlan) -> None:
-        self.plan, self.met = plan, False
+    def __init__(self, plan: KernelPlan, group: int) -> None:
+        self.plan, self.group, self.met = plan, group, False
         self.readers: dict[object, set[int]] = {}
         self.plans: dict[object, int] = {}
 
@@ -118,7 +133,9 @@ class _Since:
     def _bytes(self, buffer: Region, elements: list[int]) -> list[int]:
         if buffer not in self.plan.offsets:
             return elements
-        at, size = self.plan.offsets[buffer], buffer.dtype.itemsize
+        at, size, rows = self.plan.offsets[buffer], buffer.dtype.itemsize, self.plan.rows
+        if rows is not None and self.plan.has_rows(buffer):  # the group's first row lies first
+            at -= self.group * rows.share * buffer.bytes // rows.count
         return [at + size * element + n for element in elements for n in range(size)]
 
     def _key(self, buffer: Region, turn: int) -> object:
@@ -137,13 +154,19 @@ class _Since:
         return "scratch" if buffer in self.plan.offsets else None
 
 
-def _copy(plan: KernelPlan, array: Array, buffer: Region, *, writes: bool) -> list[Access]:
+def _copy(plan: KernelPlan, group: int, array: Array, buffer: Region, *, writes: bool) -> list[Access]:
     """A carry copied, by neighbours."""
     if not array.numel:
         return []
+    low, high = _rows(plan, group) if plan.has_rows(array.buffer) else (0, 1)
+    row = array.numel // plan.rows.count if plan.rows is not None and plan.has_rows(array.buffer) else array.numel
+    return [Access(n % plan.lanes, buffer, [low * row + n], writes) for n in range((high - low) * row)]
+
+
+def _rows(plan: KernelPlan, group: int) -> tuple[int, int]:
+    """The rows of a group."""
     rows = plan.rows
-    count = array.numel // rows.count * rows.share if rows is not None and plan.has_rows(array.buffer) else array.numel
-    return [Access(n % plan.lanes, buffer, [n], writes) for n in range(count)]
+    return (0, 1) if rows is None else (group * rows.share, min((group + 1) * rows.share, rows.count))
 
 
 def _box(
@@ -158,7 +181,7 @@ def _box(
     return found.tolist()
 
 
-def _unit(plan: KernelPlan, n: int, lengths: Sequence[int]) -> Iterator[Access]:
+def _unit(plan: KernelPlan, n: int, lengths: Sequence[int], group: int) -> Iterator[Access]:
     """What each lane touches in a unit, where arrays are so long."""
     unit, share, dim = plan.units[n], plan.shares[n], plan.dims[n]
     if share.by == "first":
@@ -166,11 +189,11 @@ def _unit(plan: KernelPlan, n: int, lengths: Sequence[int]) -> Iterator[Access]:
             whole = _box(array, [range(size) for size in actual(array.shape, lengths)], lengths)
             yield Access(0, array.buffer, whole, array in unit.writes())
         return
-    for lane, index in _elements(plan, share, lengths):
+    for lane, index in _elements(plan, share, lengths, group):
         if isinstance(unit, WalkGroup):
             yield from _walk(plan, unit, share, lane, index, dim, lengths)
         elif isinstance(unit, Matmul):
-            yield from _product(plan, unit, share, lane, index, dim)
+            yield from _product(plan, group, unit, share, lane, index, dim)
         else:
             assert isinstance(unit, Scatter | Running)
             array = unit.index if isinstance(unit, Scatter) else unit.array
@@ -188,16 +211,19 @@ def _at(
     return _box(array, [index[d] for d in range(len(array.shape))], lengths, more)
 
 
-def _elements(plan: KernelPlan, share: LaneShare, lengths: Sequence[int]) -> Iterator[tuple[int, dict[int, range]]]:
-    """The first lane that has an element of the first group, and the element."""
-    sizes = list(actual(share.sizes, lengths))
+def _elements(
+    plan: KernelPlan, share: LaneShare, lengths: Sequence[int], group: int
+) -> Iterator[tuple[int, dict[int, range]]]:
+    """The first lane that has an element of a group, and the element."""
+    sizes, first, n = list(actual(share.sizes, lengths)), 0, int(grows(share.sizes))
     if share.rows and plan.rows is not None:
-        n = int(grows(share.sizes))
-        sizes[n] = sizes[n] * plan.rows.share // plan.rows.count
+        (low, high), each, known = _rows(plan, group), sizes[n], plan.rows.count
+        first, sizes[n] = low * each // known, (high - low) * each // known
     for number in range(math.prod(sizes)):
         index, rest = {}, number
-        for d, size in reversed([*zip(share.order, sizes, strict=True)]):
+        for k, (d, size) in reversed([*enumerate(zip(share.order, sizes, strict=True))]):
             rest, place = divmod(rest, size)
+            place += first if k == n else 0
             index[d] = range(place, place + 1)
         yield number % (plan.lanes // share.team) * share.team, index
 
@@ -236,13 +262,13 @@ def _gathers(walk: object, array: Array) -> TypeGuard[Gather]:
 
 
 def _product(
-    plan: KernelPlan, unit: Matmul, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
+    plan: KernelPlan, group: int, unit: Matmul, share: LaneShare, lane: int, index: dict[int, range], dim: int | None
 ) -> Iterator[Access]:
     m, n = len(unit.out.shape) - 2, len(unit.out.shape) - 1
     block = {**index, m: range(index[m].start * share.tall, index[m].stop * share.tall)}
     depth = range(unit.a.shape[-1])
     if dim == n + 1 and plan.rows is not None:
-        depth = range(plan.rows.share)
+        depth = range(*_rows(plan, group))
     yield Access(lane, unit.a.buffer, _at(unit.a, {**block, n: depth}), False)
     if unit.b not in plan.packed:
         yield Access(lane, unit.b.buffer, _at(unit.b, {**block, m: depth}), False)

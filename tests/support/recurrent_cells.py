@@ -142,6 +142,13 @@ def shifting(inv, xs, carry):
     return {"carry": [line], "outs": [(line * taps).sum(1)]}
 
 
+def whole_beside_rows(inv, xs, carry):
+    """What no row makes, and each row reads a part of: the first group's lanes read there what they have written."""
+    (taps,), (x,), (h, m) = inv, xs, carry
+    parts = torch.cat([(m * 2).expand(len(h) + 1, -1), m[None]])[: len(h)]
+    return {"carry": [torch.tanh(h + parts + x), m * 0.5 + taps], "outs": [h]}
+
+
 CELLS = {
     "lstm": Cell(lstm, [("H", "4*H")], [("B", "4*H")], [("B", "H"), ("B", "H")]),
     "lstm backward": Cell(lstm_backward, [("H", "4*H")], [("B", "H")] * 7, [("B", "H"), ("B", "H")], True),
@@ -156,5 +163,6 @@ CELLS = {
     "viterbi": Cell(viterbi, [("H", "H")], [("B", "H")], [("B", "H")]),
     "kutta": Cell(kutta, [("H", "H")], [("B", "H")], [("B", "H")]),
     "adam": Cell(adam, [("B", "H")], [(1,)], [("B", "H"), ("B", "H"), ("B", "H"), ()], apart=False),
+    "whole beside rows": Cell(whole_beside_rows, [("H",)], [("B", "H")], [("B", "H"), ("H",)]),
     "shifting": Cell(shifting, [("H",)], [("B", 1)], [("B", "H")]),
 }

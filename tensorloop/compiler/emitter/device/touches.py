@@ -1,7 +1,7 @@
 """Which lane touches which element: of each buffer that a step writes, element by element.
 
-That of the first group, for others have rows as it has, or fewer: their elements lie further on, and their lanes are
-the same ones.
+Of all groups at once: what has rows lies row by row, and each group touches its own. What has none is each group's
+whole, made by the same lanes in each; a unit of rows reads in it what belongs to the rows of its group.
 """
 
 import dataclasses
@@ -143,8 +143,8 @@ class LaneTouches:
 
     def copy(self, array: Array, share: LaneShare, *, writes: bool) -> LaneTouch:
         """A dense array copied element by element, as `share` has it."""
-        space = tuple(self._sizes(share))
-        lanes = self._numbers(space, share.order, space)
+        space = tuple(map(_few, share.sizes))
+        lanes = self._numbers(space, share)
         return LaneTouch(array.buffer, writes, _marked(TouchedPart(array, space, lanes, lanes)))
 
     def _is_shared(self, buffer: Region) -> bool:
@@ -166,36 +166,35 @@ class LaneTouches:
             assert isinstance(unit, Scatter | Running)
             shape = unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
             line = self._space((*shape[: unit.dim], 1, *shape[unit.dim + 1 :]), share)
-            lane = self._numbers(line, share.order, self._sizes(share))
+            lane = self._numbers(line, share)
             for one in {*unit.reads(), *unit.writes()}:
                 along = _few(one.shape[unit.dim])
                 yield TouchedPart(one, (*line[: unit.dim], along, *line[unit.dim + 1 :]), lane, lane)
 
-    def _sizes(self, share: LaneShare) -> list[int]:
-        """Sizes of the dims that are shared, with the rows of the first group alone."""
-        sizes = list(map(_few, share.sizes))
-        if share.rows and self.rows is not None:
-            n = int(isinstance(share.sizes[0], Length))
-            sizes[n] = sizes[n] * self.rows.share // self.rows.count
-        return sizes
-
     def _space(self, shape: Sequence[int], share: LaneShare) -> tuple[int, ...]:
         space = list(map(_few, shape))
-        for d, size in zip(share.order, self._sizes(share), strict=True):
-            space[d] = size
+        for d, size in zip(share.order, share.sizes, strict=True):
+            space[d] = _few(size)
         return tuple(space)
 
-    def _numbers(self, space: Sequence[int], order: Sequence[int], sizes: Sequence[int], team: int = 1) -> Tensor:
+    def _numbers(self, space: Sequence[int], share: LaneShare) -> Tensor:
         """The first lane of the team of each element: dims that are not in the order have one element."""
-        teams = self.lanes // team
-        numbers = torch.arange(min(math.prod(sizes), MOST + 1), device=HOST) % teams * team
-        if len(numbers) != math.prod(sizes):
-            return numbers[:1].reshape([1] * len(space))  # too many to look at: `_marked` does not
-        return numbers.reshape([*sizes, *[1] * (len(space) - len(order))]).permute(_inverse(order, len(space)))
+        sizes, n = list(map(_few, share.sizes)), int(bool(share.sizes) and isinstance(share.sizes[0], Length))
+        if math.prod(sizes) > MOST:  # too many to look at: `_marked` does not
+            return torch.zeros([1] * len(space), dtype=torch.int64, device=HOST)
+        whole = sizes[n] if share.rows else 0
+        if share.rows and self.rows is not None:
+            sizes[n] = whole * self.rows.share // self.rows.count
+        teams = self.lanes // share.team
+        numbers = torch.arange(math.prod(sizes), device=HOST).reshape(sizes) % teams * share.team
+        if share.rows:  # the next group's first row is the same lanes' again
+            numbers = numbers.index_select(n, torch.arange(whole, device=HOST) % sizes[n])
+        shape = [*numbers.shape, *[1] * (len(space) - len(share.order))]
+        return numbers.reshape(shape).permute(_inverse(share.order, len(space)))
 
     def _walk(self, unit: WalkGroup, dim: int | None, share: LaneShare) -> Iterator[TouchedPart]:
         space = self._space(unit.space, share)
-        leads = self._numbers(space, share.order, self._sizes(share), share.team)
+        leads = self._numbers(space, share)
         lane = leads
         if unit.over and share.team > 1 and math.prod(space) <= MOST:
             over = [d for d in walking_order(unit, dim) if d in unit.over]
@@ -222,10 +221,10 @@ class LaneTouches:
     def _product(self, unit: Matmul, dim: int | None, share: LaneShare) -> Iterator[TouchedPart]:
         m = len(unit.out.shape) - 2
         blocks = self._space(tuple(n // share.tall if d == m else n for d, n in enumerate(unit.out.shape)), share)
-        lane = self._numbers(blocks, share.order, self._sizes(share))
+        lane = self._numbers(blocks, share)
         if not math.prod(blocks):
             return
-        depth = unit.a.shape[-1] if dim != m + 2 or self.rows is None else self.rows.share
+        depth, lane = unit.a.shape[-1], lane.expand(blocks)
         lane = lane.repeat_interleave(share.tall, m)
         space = (*blocks[:m], blocks[m] * share.tall, blocks[-1])
         yield TouchedPart(unit.a, (*space[:-1], depth), lane.amin(-1, keepdim=True), lane.amax(-1, keepdim=True))
