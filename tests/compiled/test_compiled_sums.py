@@ -99,7 +99,7 @@ class Largest(TorchDispatchMode):
 
 @pytest.mark.parametrize("way", ["product", "table", "kernel"])
 def test_the_gradient_of_a_weight_takes_memory_for_no_step(way: str):
-    steps, rows, size = 20, 2, 32
+    steps, rows, size = 20, 2, 64
     weight = torch.randn(*((size, size, 1) if way == "kernel" else (size, size)), dtype=D).requires_grad_()
     xs = torch.randint(size, (steps, rows)) if way == "table" else torch.randn(steps, rows, size, dtype=D)
     ways: dict[str, Callable[[Tensor], Tensor]] = {
