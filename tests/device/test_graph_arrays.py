@@ -222,6 +222,25 @@ def test_arrays_that_outgrow_their_memory_are_recorded_anew(cores: list[GraphCor
     assert not counts.recorded
 
 
+def test_what_is_recorded_anew_is_held_to_the_eager_core(
+    cores: list[GraphCore], monkeypatch: pytest.MonkeyPatch, short: None
+) -> None:
+    steps = recorded.Recorded._steps
+
+    def wrong(self: Any, chunk: Any, count: int) -> None:
+        steps(self, chunk, count)
+        if torch.cuda.is_current_stream_capturing() and self.slots == [32] and not self._step.reverse:
+            self._carry[1].add_(1e-3)
+
+    monkeypatch.setattr(recorded.Recorded, "_steps", wrong)
+    same(past, 13)
+    with pytest.warns(RuntimeWarning, match=r"since CUDA graphs of .* in tensor 1 of the carry") as all_:
+        same(past, 15)
+    assert len(all_) == 1
+    same(past, 15)  # which says nothing more
+    assert [one.way[:11] for one in cores] == ["torch, step", "CUDA graphs"]
+
+
 def test_large_arrays_run_step_by_step(cores: list[GraphCore], monkeypatch: pytest.MonkeyPatch, short: None) -> None:
     monkeypatch.setattr(slots, "MOST", 16 * W * 8)
     same(past, 9)

@@ -13,7 +13,8 @@ from tensorloop.compiler.targets.graphs import recorded
 from tensorloop.compiler.targets.graphs.target import GraphTarget
 from tensorloop.compiler.targets.proved import Proved, Trial
 from tests.device import pretended
-from tests.device.test_graphs import assert_same, call_of, cell, counting, step_of, until
+from tests.device.graph_steps import assert_same, call_of, cell, counting, step_of, until
+from tests.support.recurrences import Given
 
 Change = Callable[[CoreCall, list[Tensor], int], int | None]
 
@@ -226,45 +227,66 @@ def test_what_is_behind_the_end_of_a_loop_is_not_looked_at(reverse: bool) -> Non
     assert core.way.startswith("CUDA graphs")
 
 
-def test_a_graph_that_is_wrong_in_its_tail_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
-    steps = recorded.Recorded._steps
+@pytest.fixture
+def wrong(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Sizes of which graphs are recorded wrongly from now on."""
+    steps, sizes = recorded.Recorded._steps, list[int]()
 
-    def wrong(self: Any, chunk: Any, count: int) -> None:
+    def recorded_wrongly(self: Any, chunk: Any, count: int) -> None:
         steps(self, chunk, count)
-        if chunk.size == 1:
+        if torch.cuda.is_current_stream_capturing() and chunk.size in sizes:
             chunk.outs[0].add_(1e-3)
 
-    monkeypatch.setattr(recorded.Recorded, "_steps", wrong)
+    monkeypatch.setattr(recorded.Recorded, "_steps", recorded_wrongly)
+    return sizes
+
+
+GIVES = "is left to torch, step by step, since CUDA graphs of .* and 1 steps gives .* in out 0"
+
+
+def test_a_graph_that_is_wrong_in_its_tail_is_found(wrong: list[int]) -> None:
+    wrong.append(1)
     step, given = cell("rnn", 70)
     core = GraphTarget().make_core(step)
-    with pytest.warns(
-        RuntimeWarning, match=r"is left to torch, step by step, since CUDA graphs of 64, 8 and 1 steps gives"
-    ):
+    with pytest.warns(RuntimeWarning, match=GIVES):
         assert_same(core, step, given, 70)
 
 
-@pytest.mark.parametrize("small", [recorded.SMALL, 0])
-@pytest.mark.parametrize("most", [64, 8, 1])
-@pytest.mark.parametrize("asks", [False, True])
-def test_what_is_tried_replays_a_graph_of_each_size(
-    small: int, most: int, asks: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    step = step_of(until(1e9), *counting(1, 1)) if asks else cell("rnn")[0]
-    monkeypatch.setattr(recorded, "SMALL", small)
-    monkeypatch.setattr(recorded, "CHUNKS", most * recorded._bytes_a_step(step))
-    runs = recorded.Recorded(step, EagerCore(step).module)
+def ending(at: int) -> Given:
+    """What `until(60)` is given that ends there."""
+    table, xs, (n, h, m) = counting(40, 20)
+    return table, xs, [n, h + 20 - at, m]
 
-    def sizes(steps: int) -> set[int]:
-        found, done = [], 0
-        while done < steps:
-            found.append(runs._size(steps, done))
-            done += found[-1]
-        return {*found}
 
-    there = [size for size in recorded.SIZES if size <= most]
-    for (least, tried), size in zip(recorded.trials(step), there, strict=True):
-        assert max(sizes(least)) == size > max(sizes(least - 1), default=0)
-        assert sizes(tried) >= {x for x in there if x <= size}
+RECORDED_AGAIN: dict[str, tuple[Given, int, Given, int]] = {  # what two calls are given, of so many steps
+    "a tail": (cell("rnn", 9)[1], 8, cell("rnn", 9)[1], 9),
+    "a longer loop": (cell("rnn", 9)[1], 3, cell("rnn", 9)[1], 9),
+    "a loop that ends later": (ending(1), 20, ending(11), 20),
+    "another stream": (cell("rnn", 9)[1], 9, cell("rnn", 9)[1], 9),
+    "other settings": (cell("rnn", 9)[1], 9, cell("rnn", 9)[1], 9),
+}
+
+
+@pytest.mark.parametrize("name", RECORDED_AGAIN)
+def test_each_recording_is_held_to_the_eager_core(name: str, wrong: list[int], short: None) -> None:
+    first, few, second, many = RECORDED_AGAIN[name]
+    step = step_of(until(60), *first) if name == "a loop that ends later" else cell("rnn")[0]
+    core = GraphTarget().make_core(step)
+    assert_same(core, step, first, few)
+    wrong += recorded.SIZES
+    assert_same(core, step, first, few)  # nothing is recorded again
+    torch.use_deterministic_algorithms(name == "other settings")
+    try:
+        with (
+            torch.cuda.stream(torch.cuda.Stream() if name == "another stream" else None),
+            pytest.warns(RuntimeWarning, match=GIVES) as all_,
+        ):
+            assert_same(core, step, second, many)
+    finally:
+        torch.use_deterministic_algorithms(False)
+    assert_same(core, step, second, many)  # which says nothing more
+    assert len(all_) == 1
+    assert core.way == "torch, step by step"
 
 
 def test_a_number_is_as_close_as_the_least_precise_on_its_way() -> None:

@@ -1,9 +1,9 @@
-"""Cores that prove themselves: each runs beside the eager core, on the same device, before it may take its place.
+"""What runs on a device proves itself: it runs beside the eager core of the same step, and must give the same.
 
-The proof is made of a core's first call, and of each later one that is so long that other code runs: a whole chunk and
-its tail, on copies of the real inputs. What it gives must be what the eager core gives, numbers within `CLOSE` of the
-least precise dtype in the step. Where not, the core below takes its place as long as the plan lives, and one warning
-says what differed.
+Numbers may differ by `CLOSE` of the least precise dtype in the step. A core as a whole (`Proved`) is tried in its first
+call, and in the first that is so long that it does what it has not done before: on copies of the real inputs. CUDA
+graphs, each of which is a program of its own, ask the `Oracle` whenever one is new (`graphs/recorded.py`). Where
+something differs the core below runs as long as the plan lives, and one warning says what it was.
 """
 
 import threading
@@ -47,6 +47,56 @@ class Run(NamedTuple):
     sums: Sequence[Tensor]
 
 
+class Oracle:
+    """What a step gives, by its eager core, which is right; and how another way of doing it differs from that."""
+
+    def __init__(self, eager: Core, step: Step) -> None:
+        self.eager = eager
+        self._reverse, self._growth = step.reverse, step.growth
+        # A number that was a float32 on its way is not as close as the float64 that it became.
+        self._close = max((_bound(x.dtype) for n in step.graph.nodes for x in values_of(n)), default=0.0)
+        self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
+        self._slots = [shape_of(n)[0] if grows(n) else None for n in step.carry]
+
+    def expected(self, call: CoreCall, rounded: bool = False) -> Run:
+        """Returns what a call gives, run on copies; `rounded` moves its carry by some roundings."""
+        return self.run(self.eager, self.copied(call, call.steps, rounded))
+
+    def run(self, core: Core, call: CoreCall) -> Run:
+        """Returns what a core gives."""
+        last, done = core(call)
+        return self.gives(call, last, done)
+
+    def gives(self, call: CoreCall, last: Sequence[Tensor], done: int) -> Run:
+        """Returns what a call has given; of arrays the slots that there are: memory behind them may be anything."""
+        lengths = [n + more * done for n, more in zip(call.lengths, self._growth, strict=True)]
+        filled = [x if size is None else x[: actual(size, lengths)] for x, size in zip(last, self._slots, strict=True)]
+        return Run(filled, done, call.outs, call.sums)
+
+    def fault(self, call: CoreCall, found: Run, expected: Run) -> str:
+        """Returns what was found otherwise than expected of a call, in a few words; empty if nothing."""
+        fault = _difference(found, expected, None, self._close, self._reverse)
+        if not fault or found.done != expected.done:
+            return fault
+        # A loop that magnifies roundings has no one result: it may differ as far as it does from itself.
+        moved = self.expected(call, rounded=True)
+        return _difference(found, expected, moved if moved.done == expected.done else None, self._close, self._reverse)
+
+    def copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
+        """Returns the first steps of a call in memory of their own; it shows which outs are not written."""
+        part = slice(call.steps - steps, call.steps) if self._reverse else slice(steps)
+        with torch.no_grad():
+            return CoreCall(
+                steps,
+                [x.clone() for x in call.invariants],
+                [(x if whole else x[part]).clone() for x, whole in zip(call.sequences, self._whole, strict=True)],
+                [_rounded(x) if rounded else x.clone() for x in call.carry],
+                [unwritten(x[part]) for x in call.outs],
+                [x.clone() for x in call.sums],
+                call.lengths,
+            )
+
+
 class Proved:
     """Runs the steps by a core once it has proved itself, by the one below it where it fails.
 
@@ -58,13 +108,8 @@ class Proved:
     """
 
     def __init__(self, core: Provable, below: Core, eager: Core, step: Step) -> None:
-        self._core, self._below, self._eager = core, below, eager
-        self._device, self._reverse = step.place.device, step.reverse
-        # A number that was a float32 on its way is not as close as the float64 that it became.
-        self._close = max((_bound(x.dtype) for n in step.graph.nodes for x in values_of(n)), default=0.0)
-        self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
-        self._slots = [shape_of(n)[0] if grows(n) else None for n in step.carry]
-        self._growth = step.growth
+        self._core, self._below, self._oracle = core, below, Oracle(eager, step)
+        self._device = step.place.device
         self._left = list(core.trials)
         self._failed = False
         self._deciding = threading.RLock()
@@ -107,13 +152,13 @@ class Proved:
             return self._core
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
-                return self._eager
+                return self._oracle.eager
             with self._deciding:
                 while not self._failed and (trial := self._to_try(call.steps)):
                     try:
                         fault = self._fault(call, trial)
                     except (StepFailed, torch.OutOfMemoryError):  # a step fails, or memory is short: that says nothing
-                        return self._eager
+                        return self._oracle.eager
                     covered = call.steps >= trial.steps  # with the tail, which is what shorter trials are
                     self._left = [x for x in self._left if x is not trial and not (covered and x.least < trial.least)]
                     if fault:
@@ -125,49 +170,37 @@ class Proved:
 
     def _give_up(self, fault: str) -> None:
         self._failed = True
-        warnings.warn(
-            f"tensorloop: a loop on {self._device} is left to {self._below.way}, since {self._core.way} {fault}",
-            RuntimeWarning,
-            stacklevel=4,
-        )
+        warn_of(self._device, self._core.way, self._below.way, fault)
 
     def _fault(self, call: CoreCall, trial: Trial) -> str:
         """What the core does otherwise than the eager one, in a few words; empty if nothing."""
-        steps = min(call.steps, trial.steps)
-        expected = self._run(self._eager, self._copied(call, steps))
+        part = self._oracle.copied(call, min(call.steps, trial.steps))
+        expected = self._oracle.expected(part)
         try:
-            found = self._run(self._core, self._copied(call, steps))
+            found = self._oracle.run(self._core, self._oracle.copied(part, part.steps))
         except torch.OutOfMemoryError:
             raise
         except Exception as error:  # a driver's, a compiler's
-            return f"raised {type(error).__name__}: {error}".splitlines()[0]
-        fault = _difference(found, expected, None, self._close, self._reverse)
-        if not fault or found.done != expected.done:
-            return fault
-        # A loop that magnifies roundings has no one result: it may differ as far as it does from itself.
-        moved = self._run(self._eager, self._copied(call, steps, rounded=True))
-        return _difference(found, expected, moved if moved.done == expected.done else None, self._close, self._reverse)
+            return raised(error)
+        return self._oracle.fault(part, found, expected)
 
-    def _run(self, core: Core, call: CoreCall) -> Run:
-        """What a core gives; of arrays the slots that there are, as the memory behind them may be anything."""
-        last, done = core(call)
-        lengths = [n + more * done for n, more in zip(call.lengths, self._growth, strict=True)]
-        filled = [x if size is None else x[: actual(size, lengths)] for x, size in zip(last, self._slots, strict=True)]
-        return Run(filled, done, call.outs, call.sums)
 
-    def _copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
-        """The first steps of a call in memory of their own; outs are such that one sees which are not written."""
-        part = slice(call.steps - steps, call.steps) if self._reverse else slice(steps)
-        with torch.no_grad():
-            return CoreCall(
-                steps,
-                [x.clone() for x in call.invariants],
-                [(x if whole else x[part]).clone() for x, whole in zip(call.sequences, self._whole, strict=True)],
-                [_rounded(x) if rounded else x.clone() for x in call.carry],
-                [_unwritten(x[part]) for x in call.outs],
-                [x.clone() for x in call.sums],
-                call.lengths,
-            )
+def warn_of(device: torch.device, way: str, below: str, fault: str) -> None:
+    """Says that a loop runs another way than it should have run, and what was wrong with that one."""
+    text = f"tensorloop: a loop on {device} is left to {below}, since {way} {fault}"
+    warnings.warn(text, RuntimeWarning, stacklevel=4)
+
+
+def raised(error: BaseException) -> str:
+    """Returns what went wrong, in a line."""
+    return f"raised {type(error).__name__}: {error}".splitlines()[0]
+
+
+def unwritten(x: Tensor) -> Tensor:
+    """Returns memory like that of x with numbers that nothing computes by chance, and no NaN, which some loops give."""
+    if x.is_floating_point() or x.is_complex():
+        return torch.full_like(x, -torch.finfo(x.dtype).max / 3)
+    return torch.full_like(x, True if x.dtype is torch.bool else torch.iinfo(x.dtype).max)
 
 
 def _bound(dtype: torch.dtype) -> float:
@@ -178,13 +211,6 @@ def _rounded(x: Tensor) -> Tensor:
     if not x.is_floating_point():
         return x.clone()
     return x + (x.abs() + 1) * (4 * torch.finfo(x.dtype).eps)
-
-
-def _unwritten(x: Tensor) -> Tensor:
-    """Memory like that of x with numbers that nothing computes by chance, and no NaN, which some loops give."""
-    if x.is_floating_point() or x.is_complex():
-        return torch.full_like(x, -torch.finfo(x.dtype).max / 3)
-    return torch.full_like(x, True if x.dtype is torch.bool else torch.iinfo(x.dtype).max)
 
 
 def _difference(found: Run, expected: Run, moved: Run | None, close: float, reverse: bool) -> str:

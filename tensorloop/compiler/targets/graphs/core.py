@@ -1,7 +1,6 @@
 """A loop whose steps are replayed as CUDA graphs, on whichever stream it is called."""
 
 import threading
-import warnings
 from collections import OrderedDict
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
@@ -9,12 +8,14 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.step import CoreCall, Step
+from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.graphs.in_place import InPlace
-from tensorloop.compiler.targets.graphs.recorded import SIZES, Recorded, trials
+from tensorloop.compiler.targets.graphs.recorded import SIZES, Differs, Recorded
 from tensorloop.compiler.targets.graphs.slots import Room, has_arrays
+from tensorloop.compiler.targets.proved import Oracle, raised, warn_of
 
+GRAPHS = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
 MOST_STREAMS = 4  # of which a core keeps memory and graphs
 
 
@@ -36,18 +37,23 @@ class Settings(NamedTuple):
 
 
 class GraphCore:
-    """Replays the step's graphs; the first call of a size records them. What cannot be recorded runs step by step."""
+    """Replays the step's graphs; the first call of a size records and proves them. What fails runs step by step."""
 
-    way = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
     called: Sequence[fx.Node] = ()
 
     def __init__(self, step: Step) -> None:
         self._step, self._device = step, step.place.device
-        self.eager, self.trials = EagerCore(step), trials(step)
+        self.eager = EagerCore(step)
+        self._oracle = Oracle(self.eager, step)
         self._lock = threading.Lock()
         self._recorded: OrderedDict[Settings, Recorded] = OrderedDict()
         self._failed = False
         self._room = Room(step) if has_arrays(step) else None
+
+    @property
+    def way(self) -> str:
+        """How the steps run."""
+        return self.eager.way if self._failed else GRAPHS
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs the steps."""
@@ -67,18 +73,22 @@ class GraphCore:
                 recorded = self._here([] if self._room is None else self._room.slots(call))
                 with recorded.lock, torch.no_grad():
                     return recorded.run(call, who)
+            except StepFailed as failed:  # of the eager core, which had copies in memory
+                if not isinstance(failed.error, torch.OutOfMemoryError):
+                    raise
+                fault = raised(failed.error)
+            except Differs as difference:
+                fault = str(difference)
             except Exception as error:
-                fault = f"{type(error).__name__}: {error}".splitlines()[0]
+                fault = raised(error)
             with self._lock:
                 self._recorded.clear()
             recorded = None  # before what may need its memory
             found = self.eager(call)  # raises what a step raises: then graphs have not failed
-        self._failed = True
-        warnings.warn(
-            f"tensorloop: a loop on {self._device} runs step by step: a CUDA graph of it raised {fault}",
-            RuntimeWarning,
-            stacklevel=2,
-        )
+        with self._lock:
+            before, self._failed = self._failed, True
+        if not before:
+            warn_of(self._device, GRAPHS, self.eager.way, fault)
         return found
 
     def _has_room(self, call: CoreCall) -> bool:
@@ -96,7 +106,7 @@ class GraphCore:
             if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
                 slots = slots if found is None else [*map(max, slots, found.slots)]
                 module = self.eager.module if self._room is None else InPlace(self._step, slots).module
-                found = Recorded(self._step, module, slots)
+                found = Recorded(self._step, module, self._oracle, slots)
             self._recorded[key] = found
             while len(self._recorded) > MOST_STREAMS:
                 self._recorded.popitem(last=False)

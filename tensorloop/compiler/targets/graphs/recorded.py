@@ -18,9 +18,9 @@ from tensorloop._torch.grad_modes import lasting
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.lengths import grows, shape_of
 from tensorloop.compiler.operations import aten, bytes_of, value_of
-from tensorloop.compiler.step import CoreCall, Step
-from tensorloop.compiler.targets.graphs.slots import Pairs, brought, in_slots, overwrites, taken
-from tensorloop.compiler.targets.proved import Trial
+from tensorloop.compiler.step import CoreCall, Step, StepFailed
+from tensorloop.compiler.targets.graphs.slots import Pair, Pairs, brought, in_slots, lengths_at, overwrites, taken
+from tensorloop.compiler.targets.proved import Oracle, unwritten
 
 SIZES = 64, 8, 1  # steps of a graph
 STATIC = 2**27  # bytes at most of all that a step reads and writes; to touch so much takes longer than to launch it
@@ -37,14 +37,19 @@ class Chunk(NamedTuple):
     graph: torch.cuda.CUDAGraph
 
 
+class Differs(Exception):
+    """A graph does something else than it should; says what."""
+
+
 class Recorded:
     """Runs a step on one stream, for one caller at a time, who holds the `lock`.
 
     Arrays of the carry lie in memory of `slots` slots for the length of a call; `module` is then that of `InPlace`.
+    Each graph is held to the `oracle` when it is first replayed: after that it is in `_chunks`.
     """
 
-    def __init__(self, step: Step, module: fx.GraphModule, slots: Sequence[int] = ()) -> None:
-        self.lock, self.slots = threading.Lock(), slots
+    def __init__(self, step: Step, module: fx.GraphModule, oracle: Oracle, slots: Sequence[int] = ()) -> None:
+        self.lock, self.slots, self._oracle = threading.Lock(), slots, oracle
         self._step, self._module, self._device = step, module, step.place.device
         self._asks = step.going is not None
         # A step behind the end does again what the last real one did. That may append, but not change slots again.
@@ -87,9 +92,8 @@ class Recorded:
         while going and done < steps:
             size = self._size(steps, done)
             rows = slice(steps - done - size, steps - done) if self._step.reverse else slice(done, done + size)
-            chunk = self._chunk(size, coming, [x[rows] for x in sequences])
+            chunk = self._replayed(size, coming, [x[rows] for x in sequences], lengths_at(self._step, call, done), done)
             self._loaded = who
-            chunk.graph.replay()
             coming = [(y[rows], x) for y, x in zip(outs, chunk.outs, strict=True)]
             done += size
             if self._asks:
@@ -113,19 +117,38 @@ class Recorded:
 
         return next(filter(fits, SIZES[:-1]), SIZES[-1])
 
-    def _chunk(self, size: int, coming: list[tuple[Tensor, Tensor]], sequences: Sequence[Tensor]) -> Chunk:
-        """The chunk of so many steps, these slices and all that is `coming` in memory; a new one is recorded."""
+    def _replayed(self, size: int, coming: Sequence[Pair], rows: list[Tensor], lengths: list[int], done: int) -> Chunk:
+        """Runs so many steps, after as many as are `done`, on these slices and all that is `coming` in memory."""
         if (found := self._chunks.get(size)) is not None:
-            copy([*coming, *zip(found.sequences, sequences, strict=True)])
+            copy([*coming, *zip(found.sequences, rows, strict=True)])
+            found.graph.replay()
             return found
         with lasting(), without_modes():
             mine, outs = ([self._new(n, size) for n in nodes] for nodes in (self._rows, self._step.outs))
-        copy([*coming, *zip(mine, sequences, strict=True)])
+        copy([*coming, *zip(mine, rows, strict=True)])
         found = Chunk(size, mine, outs, torch.cuda.CUDAGraph())
-        with lasting(), without_modes():
-            self._record(found)
+        self._prove(found, lengths, done)
         self._chunks[size] = found
         return found
+
+    def _prove(self, chunk: Chunk, lengths: list[int], done: int) -> None:
+        """Records a chunk's graph and replays it; raises `Differs` where it does not what the eager core does."""
+        slices, read = iter(chunk.sequences), iter(self._read)
+        given = [next(read) if grows(n) else next(slices) for n in self._step.sequences]
+        call = CoreCall(chunk.size, self._invariants, given, self._carry, chunk.outs, self._sums, lengths)
+        before = self._oracle.copied(call, chunk.size)
+        try:  # first of all: a step that fails does so here
+            expected = self._oracle.expected(before)
+        except StepFailed as failed:
+            raise StepFailed(failed.error, done + failed.done) from None
+        with lasting(), without_modes():
+            self._record(chunk)
+        copy([(x, unwritten(x)) for x in chunk.outs])  # of which the recording has filled some
+        chunk.graph.replay()
+        steps = chunk.size if not self._asks else max(told := int(self._told), -1 - told) - done
+        found = self._oracle.gives(call, self._carry, steps)
+        if fault := self._oracle.fault(before, found, expected):
+            raise Differs(fault)
 
     def _record(self, chunk: Chunk) -> None:
         """Records the chunk's graph on a stream of its own, after what the caller's stream has to do."""
@@ -186,19 +209,6 @@ class Recorded:
         places = {x.untyped_storage().data_ptr() for x in carry}
         pairs = [(y, x) for y, x in zip(carry, state, strict=True) if x is not y]
         copy([(y, x.clone() if x.untyped_storage().data_ptr() in places else x) for y, x in pairs])
-
-
-def trials(step: Step) -> list[Trial]:
-    """Returns which calls of a step are the first that replay a graph of each size, with steps for the tail."""
-    found, tail = list[Trial](), SIZES[-2] + 1
-    alone = step.going is not None and overwrites(step)
-    for size in () if alone else SIZES[:-1]:
-        held = size * _bytes_a_step(step)
-        if held <= CHUNKS:  # as `_size` has it
-            at_once = held <= SMALL and (step.going is None or size <= SIZES[-2])
-            least = size if at_once else 2 * size
-            found.append(Trial(least, least + tail))
-    return [*found, Trial(1, 1 + tail)]
 
 
 def _bytes_a_step(step: Step) -> int:

@@ -12,7 +12,8 @@ from tensorloop.compiler.step import CoreCall, Step
 
 FEW = 16  # slots for which there is always room
 MOST = 2**27  # bytes of all that is as long as an array; to touch more takes longer than to launch it
-Pairs = Iterable[tuple[Tensor, Tensor]]  # where to, where from
+Pair = tuple[Tensor, Tensor]  # where to, where from
+Pairs = Iterable[Pair]
 
 
 def in_slots(shape: Sequence[Size], slots: Sequence[int]) -> list[int]:

@@ -15,7 +15,6 @@ from tensorloop.compiler.targets.graphs.core import GraphCore
 from tensorloop.compiler.targets.graphs.in_place import InPlace, jumping
 from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
 from tensorloop.compiler.targets.graphs.slots import FEW, MOST, has_arrays
-from tensorloop.compiler.targets.proved import Proved
 
 # What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.
 _NOT_RECORDED = {
@@ -41,10 +40,9 @@ class GraphTarget:
         return Place(device, self.name, cached=0, few_rows=0, many_rows=0, small_step=0)
 
     def make_core(self, step: Step) -> Core:
-        """Returns the step as graphs that are recorded, and prove themselves, when it first runs."""
+        """Returns the step as graphs that are recorded, and held to the eager core, when they first run."""
         check(step)
-        core = GraphCore(step)
-        return Proved(core, core.eager, core.eager, step)
+        return GraphCore(step)
 
     def describe(self, step: Step) -> list[str]:
         """Returns what graphs of a step ask of the device, a line each, or why there are none."""
