@@ -31,8 +31,8 @@ def _user_frame(frame: FrameType | None = None) -> FrameType | None:
 
 
 def is_ours(frame: FrameType) -> bool:
-    """Whether code of torch's or this library's runs there."""
-    return str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "tensorloop")
+    """Whether code of torch's or this library's runs there, or of Python's that carries an error through a `with`."""
+    return str(frame.f_globals.get("__name__")).split(".")[0] in ("torch", "tensorloop", "contextlib")
 
 
 def cell_name(file: str) -> str | None:

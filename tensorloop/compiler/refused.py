@@ -1,6 +1,9 @@
 """Why a loop is not compiled."""
 
+import re
 import traceback
+
+import torch
 
 from tensorloop._common.user_line import UserLine, is_ours
 
@@ -9,6 +12,7 @@ VALUES = "keep values in tensors: torch.where chooses by them, table[i[None]][0]
 NATIVE = "write it with other operations, or before or after the loop, or set compile=False"
 FUNCTION = "write what it gives as y + (s - s.detach()), which is y with the gradient of s, or set compile=False"
 GAP = "set compile=False, and report it: this is a gap, not a rule"
+MEMORY = "let go of other tensors, or give a part of what is large, or set compile=False"
 CURE_OF_ERRORS = "set compile=False if the eager loop is right"
 
 # What torch says of what stands for a number, where it takes numbers alone.
@@ -16,6 +20,7 @@ _STAND_INS = [
     ("NumberRead", ".item() reads a value in Python", VALUES),
     ("concrete integers", "an operation takes i, the number of the step, as a Python number", "torch.as_tensor(i)"),
 ]
+_NO_MEMORY = r"can't allocate memory|CUDA out of memory|Storage size calculation overflowed"
 
 
 class Refused(Exception):
@@ -32,11 +37,29 @@ class Refused(Exception):
 
 def of_error(error: BaseException) -> Refused:
     """An error that the look at a step met, and the user's line that it comes from; it holds no frames."""
+    if isinstance(error, Refused):
+        return error.alone()
     text = str(error).strip().partition("\n")[0]
     frames = [(f.f_code.co_filename, line) for f, line in traceback.walk_tb(error.__traceback__) if not is_ours(f)]
     place = frames[-1] if frames else None
     for what, reason, cure in _STAND_INS:
         if what in text:
             return Refused(reason, cure, place)
+    if (lacking := memory_lacking(error)) is not None:
+        return Refused(f"looking at its step {lacking}", MEMORY, place)
     said = f"looking at its step raised {type(error).__name__}" + (f": {text}" if text else "")
     return Refused(said, CURE_OF_ERRORS, place)
+
+
+def is_of_device(error: BaseException) -> bool:
+    """Whether an error is that of a device that fails, or has no memory left: it says nothing of a loop's body."""
+    return memory_lacking(error) is not None or "CUDA error" in str(error)
+
+
+def memory_lacking(error: BaseException) -> str | None:
+    """Says of an error that there was too little memory, on whichever device; None where that was not the cause."""
+    text = str(error)
+    if not isinstance(error, torch.OutOfMemoryError) and not re.search(_NO_MEMORY, text):
+        return None
+    asked = re.search(r"tried to allocate ([\d.,]+ \w+)", text, re.IGNORECASE)
+    return "takes more memory than there is" + (f", {asked[1]} at once" if asked else "")

@@ -157,7 +157,10 @@ def test_a_write_behind_the_end_appends_as_in_the_eager_loop():
     d = Inputs()
     init = d.h, TensorArray.unstack(d.slots), torch.tensor(SLOTS - 1)
     expected = tensors(tl.scan(body, init, d.xs, compile=False))
-    with pytest.warns(NotCompiledWarning, match="looking at its step raised OutOfRange: index out of range"):
+    said = (
+        r"^scan: not compiled: an index that a step computes is that of no slot of an array in the carry \(.*test_com"
+    )
+    with pytest.warns(NotCompiledWarning, match=said):
         found = tensors(tl.scan(body, init, d.xs, compile=True))
     check_equal(found, expected, 1e-11)
 

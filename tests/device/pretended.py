@@ -65,6 +65,7 @@ class Watch:
         self.library = library
         self.counting: list[Counts] = []
         self.mode = 0  # of `set_sync_debug_mode`: 2 refuses syncs
+        self.left: int | None = None  # launches and syncs until the device is lost, after which each one fails
         self.lock = threading.Lock()
         self.told = Watcher(self.tell)
         self.inside = threading.local()
@@ -85,6 +86,8 @@ class Watch:
         if getattr(self.inside, "one", False) or getattr(recording.here, "silent", False):
             return 0
         records = getattr(recording.here, "recorder", None) is not None
+        if self.is_lost():
+            return 2
         with self.lock:
             for counts in self.counting:
                 if kind == "launch":
@@ -100,13 +103,33 @@ class Watch:
             return 0
         return int(self.mode == 2 or recording.forbids_waiting())
 
+    def is_lost(self) -> bool:
+        """Whether the device is lost now; else there is one call less until it is."""
+        with self.lock:
+            if self.left:
+                self.left -= 1
+                return False
+            return self.left == 0
+
+    @contextlib.contextmanager
+    def losing(self, calls: int) -> Iterator[None]:
+        self.left = calls
+        self.listen()
+        try:
+            yield
+        finally:
+            self.left = None
+            self.listen()
+
     def set_mode(self, mode: int | str) -> None:
         self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)  # pyright: ignore
         self.listen()
 
     def listen(self) -> None:
         """Called back only while someone wants to know: that takes time."""
-        self.library.watch(self.told if self.counting or self.mode or recording.any_recording() else Watcher())
+        self.library.watch(
+            self.told if self.counting or self.mode or self.left is not None or recording.any_recording() else Watcher()
+        )
 
     @contextlib.contextmanager
     def counted(self) -> Iterator[Counts]:
@@ -165,6 +188,11 @@ def new_storage(cls: Any, *args: Any, device: Any = None, **options: Any) -> Any
 def counted() -> contextlib.AbstractContextManager[Counts]:
     """Counts launches and syncs of all threads while it is open."""
     return _watch[0].counted()
+
+
+def losing(calls: int) -> contextlib.AbstractContextManager[None]:
+    """Loses the device after so many launches, syncs and calls of graphs, while it is open."""
+    return _watch[0].losing(calls)
 
 
 class Stream(torch.Stream):

@@ -40,6 +40,11 @@ def refuse(text: str) -> None:
     raise RuntimeError(f"CUDA error: {text}")
 
 
+def refuse_if_lost() -> None:
+    if watches[0].is_lost():
+        refuse("an illegal memory access was encountered")
+
+
 def same_memory(x: Tensor) -> Tensor:
     """The tensor as another object, which shares its memory and nothing else."""
     if x.is_conj() or x.is_neg():
@@ -182,6 +187,7 @@ class Graph:
         self.generators.append(generator)
 
     def capture_begin(self, pool: Any = None, capture_error_mode: str = "global", **_: Any) -> None:
+        refuse_if_lost()
         stream = torch.cuda.current_stream()
         if stream.stream_id == 0:
             raise RuntimeError("CUDA graphs must be captured on a non-default stream.")
@@ -211,6 +217,7 @@ class Graph:
         with unseen():
             for generator, state in zip(torch.cuda.default_generators, self.states, strict=True):
                 generator.set_state(state)
+        refuse_if_lost()
         if recorder.error is not None:
             refuse("operation failed due to a previous error during capture")
         if place(torch.cuda.current_stream()) != recorder.stream:
@@ -225,6 +232,7 @@ class Graph:
     def replay(self) -> None:
         if not self.ended:
             raise RuntimeError("Called CUDAGraph::replay without a preceding successful capture.")
+        refuse_if_lost()
         if getattr(here, "recorder", None) is not None:
             refuse("a replay while another graph is recorded")
         with watches[0].one_launch("graph"), torch.no_grad(), _disable_current_modes():

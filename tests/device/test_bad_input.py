@@ -1,5 +1,6 @@
 """What goes wrong around a device: each is a right result or one clear error, and leaves nothing behind."""
 
+import contextlib
 import os
 from collections.abc import Callable
 from typing import Any
@@ -11,6 +12,10 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import PackedTensor
+from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled.front import NotCompiledWarning
+from tensorloop.loop.compiled.run import array_plan
+from tensorloop.loop.compiled.run.plan import plans
 from tests.support.devices import let_go
 
 Options = dict[str, Any]
@@ -166,6 +171,88 @@ def test_no_memory_is_left(at: str) -> None:
     assert live.bytes == 0
     full.clear()
     torch.testing.assert_close(run(), wanted)
+
+
+@pytest.mark.parametrize("grad", [False, True])
+def test_no_memory_is_left_for_the_look(grad: bool) -> None:
+    """The eager loop needs less: one sentence says why it runs."""
+    h, large = on("cuda", 3).requires_grad_(grad), torch.zeros(1, device="cuda").expand(2**45)
+    said = (
+        r"^scan: not compiled: looking at its step takes more memory than there is, 140737488355328 bytes at once "
+        r"\(\S*test_bad_input.py:\d+\); it runs as an eager loop. Cure: let go of other tensors"
+    )
+    results = []
+    for compile in (False, True):
+        with pytest.warns(NotCompiledWarning, match=said) if compile else contextlib.nullcontext():
+            found, _ = tl.scan(lambda h, x: (h * x + large[:3], h), h, on("cuda", 4, 3), compile=compile)
+        results.append([found.detach(), *(torch.autograd.grad(found.sum(), h) if grad else [])])
+    torch.testing.assert_close(*results)
+
+
+def test_no_memory_is_left_for_a_graph_of_the_step(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nothing remembers that: the next call compiles."""
+    w, texts = on("cuda", 4, 4), ["CUDA out of memory. Tried to allocate 2.00 GiB. GPU 0 has"]
+    texts.append("Storage size calculation overflowed with sizes=[1234567890, 1234567890]")
+    run = lambda: padded("cuda", w, {"compile": True})  # noqa: E731
+    plans.clear()
+    for text, size in zip(texts, (", 2.00 GiB at once", ""), strict=True):
+
+        def fails(*_: Any, text: str = text, **__: Any) -> Any:
+            raise RuntimeError(text)
+
+        with monkeypatch.context() as patch:
+            patch.setattr(front, "Plan", fails)
+            said = (
+                rf"^scan: not compiled: making a graph of its step takes more memory than there is{size} \(\S*test_bad"
+            )
+            with pytest.warns(NotCompiledWarning, match=said):
+                run()
+    torch.testing.assert_close(run(), padded("cuda", w, {}))
+    assert len(plans._plans) == 1
+
+
+def test_no_memory_is_left_for_arrays_of_other_lengths(monkeypatch: pytest.MonkeyPatch) -> None:
+    """That says nothing of the body, and nothing remembers it."""
+
+    def body(state: Any, x: Tensor) -> Any:
+        h, a = state
+        a.append(h * x)
+        return (h + a[-2], a), None
+
+    def run() -> Tensor:
+        array = tl.TensorArray.unstack(on("cuda", 2, 3))
+        (h, _), _ = tl.scan(body, (on("cuda", 3), array), on("cuda", 5, 3), compile=True)
+        return h
+
+    def fails(*_: Any, **__: Any) -> Any:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 3.00 MiB.")
+
+    plans.clear()
+    with monkeypatch.context() as patch:
+        patch.setattr(array_plan, "record", fails)
+        with pytest.warns(NotCompiledWarning, match="looking at its step takes more memory than there is, 3.00 MiB at"):
+            expected = run()
+    torch.testing.assert_close(run(), expected)
+    assert [type(plan).__name__ for plan in plans._plans.values()] == ["ArrayPlan"]
+
+
+@pytest.mark.parametrize("start", [2, 4])
+def test_a_write_behind_the_end_of_an_array_is_named(start: int) -> None:
+    def run(compile: bool) -> list[Tensor]:
+        def body(state: Any, x: Tensor) -> Any:
+            h, a, t = state
+            a[t] = h * x
+            return (h + x, a, t + 1), None
+
+        array = tl.TensorArray.unstack(on("cuda", 4, 3))
+        (h, a, _), _ = tl.scan(body, (on("cuda", 3), array, torch.tensor(start)), on("cuda", 5, 3), compile=compile)
+        return [h, a.stack()]
+
+    said = r"^scan: not compiled: an index that a step computes is that of no slot .* \(\S*test_bad_input.py:\d+\)"
+    with pytest.warns(NotCompiledWarning, match=said) as all_:
+        found = run(True)
+    assert len(all_) == 1
+    torch.testing.assert_close(found, run(False))
 
 
 def test_without_a_driver_nothing_asks_for_one(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -17,6 +17,7 @@ from torch import Tensor, fx
 from tensorloop._common.closeness import CLOSE
 from tensorloop.compiler.lengths import actual, grows, shape_of
 from tensorloop.compiler.operations import values_of
+from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed
 
 SENSITIVE = 16  # times as far as the eager core's own numbers move where its carry is rounded otherwise
@@ -193,7 +194,7 @@ def warn_of(device: torch.device, way: str, below: str, fault: str) -> None:
 
 def raised(error: BaseException) -> str:
     """Returns what went wrong, in a line."""
-    return f"raised {type(error).__name__}: {error}".splitlines()[0]
+    return memory_lacking(error) or f"raised {type(error).__name__}: {error}".splitlines()[0]
 
 
 def unwritten(x: Tensor) -> Tensor:

@@ -16,7 +16,7 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.place import HOST, Place
-from tensorloop.compiler.refused import GAP, NATIVE, Refused, of_error
+from tensorloop.compiler.refused import GAP, MEMORY, NATIVE, Refused, memory_lacking, of_error
 from tensorloop.compiler.targets.choose import is_captured, left_to_loop, place_named
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop import advice
@@ -88,6 +88,8 @@ class FirstAnswer(NamedTuple):
     tensor: Tensor | None = None
 
 
+NOT_THERE = "an index that a step computes is that of no slot of an array in the carry"
+APPEND = "a.append(x) adds a slot; else set compile=False if the eager loop is right"
 _NO_CONDITION = FirstAnswer("the step")
 
 
@@ -240,10 +242,10 @@ def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg, before: PythonSt
             if steps is None and isinstance(plan, ArrayPlan):
                 with _left_to_eager(loop), without_modes():
                     try_lengths(seen, plan, seen.frame.loop.taken)
-    except IndexError as error:
+    except IndexError:
         if not isinstance(plan, ArrayPlan):
             raise
-        raise LeftToEager from error  # a slot that there is not, which the eager loop may append, or name
+        raise LeftToEager from Refused(NOT_THERE, APPEND)  # which the eager loop may append, or name
     if isinstance(whole, SomeRows):
         assert isinstance(ended, RowsLoop)
         state, ended.rows.steps = whole.after(state, ended.rows.steps)
@@ -395,6 +397,8 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     except Refused as refusal:
         return refusal.alone()
     except Exception as error:  # a body that torch cannot trace
+        if (lacking := memory_lacking(error)) is not None:  # which may be there later: no plan says so
+            raise Refused(f"making a graph of its step {lacking}", MEMORY) from None
         text = str(error).strip().partition("\n")[0]
         return Refused(f"its step does not become a graph, {type(error).__name__}: {text}", GAP)
     if plan.lacking is not None and plan.forward.core is not None and left_to_loop(plan.step.place):

@@ -18,13 +18,13 @@ using Watcher = int (*)(const char* what, const char* operation);
 static std::atomic<Watcher> watcher{nullptr};
 
 void report(const char* what, const char* operation) {
-  Watcher call = watcher.load();
-  TORCH_CHECK(!call || !call(what, operation), "called a synchronizing CUDA operation: ", what, " by ", operation);
+  Watcher call = watcher;
+  const int refused = call ? call(what, operation) : 0;
+  TORCH_CHECK(refused < 2, "CUDA error: an illegal memory access was encountered");
+  TORCH_CHECK(!refused, "called a synchronizing CUDA operation: ", what, " by ", operation);
 }
 
-static bool is_one_of(const std::unordered_set<std::string>& names, const std::string& name) {
-  return names.count(name) > 0;
-}
+static bool is_one_of(const std::unordered_set<std::string>& names, const std::string& name) { return names.count(name); }
 
 // ---- what an operation costs
 

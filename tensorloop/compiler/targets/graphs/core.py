@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.graphs.in_place import InPlace
@@ -74,7 +75,7 @@ class GraphCore:
                 with recorded.lock, torch.no_grad():
                     return recorded.run(call, who)
             except StepFailed as failed:  # of the eager core, which had copies in memory
-                if not isinstance(failed.error, torch.OutOfMemoryError):
+                if memory_lacking(failed.error) is None:
                     raise
                 fault = raised(failed.error)
             except Differs as difference:

@@ -12,7 +12,7 @@ from tensorloop.compiler.functions import UserFunction
 from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
 from tensorloop.compiler.place import HOST
-from tensorloop.compiler.refused import NATIVE, Refused
+from tensorloop.compiler.refused import NATIVE, Refused, is_of_device
 from tensorloop.compiler.targets.choose import left_to_loop
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look.autocast import without_autocast
@@ -94,7 +94,9 @@ def look_at_lengths(look: Look) -> Looks:
         )
     except Refused:
         raise
-    except Exception:  # at a length that the loop may never have
+    except Exception as error:  # at a length that the loop may never have
+        if is_of_device(error):
+            raise
         raise length_matters() from None
     template, first = Template(written, seen), look.record
     assert first is not None
