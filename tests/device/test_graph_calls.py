@@ -308,6 +308,26 @@ def test_an_error_of_a_step_is_that_of_the_step() -> None:
     assert assert_same(core, step, (table, xs, carry), 5) == 5
 
 
+def test_a_step_that_fails_in_a_later_graph_has_its_number(short: None) -> None:
+    x = torch.arange(6, device="cpu").view(6, 1) % 5 * 3
+    given = [torch.ones(10, 2, device="cpu")], [x], [torch.zeros(1, 2, device="cpu")]
+    step = step_of(lambda inv, xs, carry: {"carry": [carry[0] + inv[0][xs[0]]]}, *given)
+    with pytest.raises(StepFailed, match="step 4 raised IndexError"):  # that of a graph of 1, after one of 4
+        GraphCore(step)(call_of(step, given, 5))
+
+
+def test_no_memory_for_the_proof_is_no_error_of_the_loop(monkeypatch: pytest.MonkeyPatch) -> None:
+    step, given = cell("rnn", 9)
+    core = GraphCore(step)
+
+    def full(call: CoreCall, rounded: bool = False) -> Any:
+        raise StepFailed(torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 5.00 KiB. GPU 0"), 3)
+
+    monkeypatch.setattr(core._oracle, "expected", full)
+    with pytest.warns(RuntimeWarning, match=r"takes more memory than there is, 5\.00 KiB at once$"):
+        assert_same(core, step, given, 9)
+
+
 # ---- memory
 
 

@@ -252,6 +252,19 @@ def test_a_graph_that_is_wrong_in_its_tail_is_found(wrong: list[int]) -> None:
         assert_same(core, step, given, 70)
 
 
+def test_an_out_that_only_the_recording_has_written_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+    steps = recorded.Recorded._steps
+
+    def elsewhere(self: Any, chunk: Any, count: int) -> None:
+        captured = torch.cuda.is_current_stream_capturing()
+        steps(self, chunk._replace(outs=[x.clone() for x in chunk.outs]) if captured else chunk, count)
+
+    monkeypatch.setattr(recorded.Recorded, "_steps", elsewhere)
+    step, given = cell("rnn", 1)
+    with pytest.warns(RuntimeWarning, match=GIVES):
+        assert_same(GraphTarget().make_core(step), step, given, 1)
+
+
 def ending(at: int) -> Given:
     """What `until(60)` is given that ends there."""
     table, xs, (n, h, m) = counting(40, 20)
