@@ -9,6 +9,7 @@ from torch import Tensor
 from tensorloop._common import arguments, pytree
 from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
 from tensorloop.packed.dim import Dim, describe_difference
+from tensorloop.packed.entries import plain
 from tensorloop.packed.size import RaggedSize
 
 if TYPE_CHECKING:
@@ -28,7 +29,7 @@ class Packed(_Base):
     def _with(self, values: Any, dim: Dim | None = None) -> Self:
         """These values in the same rows, or in those of `dim`; not checked."""
         made = object.__new__(type(self))
-        made.values = values
+        made.values = plain(values)
         made._dim = self._dim if dim is None else dim
         return made
 

@@ -10,6 +10,7 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.packed.base import Packed, check_same_rows, find_dim, find_feature_dim, is_packed, refusal
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import handles
+from tensorloop.packed.entries import entries_of
 from tensorloop.packed.heads_as_rows import is_size_of
 from tensorloop.packed.pointwise import align
 from tensorloop.packed.reordered_shapes import expand as expand_any
@@ -71,7 +72,7 @@ def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> An
     if a >= 2:
         return input._with(input.values.flatten(a - 1, b - 1))
     if a == 0 and b >= 1:
-        return input.values.flatten(0, b - 1)
+        return entries_of(input, input.values.flatten(0, b - 1))
     raise refusal(f"dims {a} to {b} of {input.shape}", "flatten (0, 1) or more, or feature dims only")
 
 
@@ -91,7 +92,8 @@ def _view(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
         return input._with(input.values.view(given))
     if given and (isinstance(given[0], EntryCount) or (isinstance(given[0], RaggedSize) and len(input._dim) == 1)):
         _read_sizes(input, given)
-        return input.values.reshape(len(input.values), *_find_rest(given[1:], prod(input.values.shape[1:])))
+        sizes = _find_rest(given[1:], prod(input.values.shape[1:]))
+        return entries_of(input, input.values.reshape(len(input.values), *sizes))
     # A size of other rows is that of heads joined with the batch, or parted from it.
     own = all(len(n._dim) == len(input._dim) for n in given if isinstance(n, RaggedSize))
     found = _keep_rows(input, _read_sizes(input, given)) if own else None
@@ -121,7 +123,9 @@ def _keep_rows(p: Packed, sizes: tuple[Any, ...]) -> Any:
         return p._with(p.values.reshape(len(p.values), *rest)) if prod(rest) == prod(features) else None
     if not sizes or sizes[0] != -1 or None in sizes:
         return None
-    return p.values.reshape(sizes) if not prod(sizes[1:]) or not prod(features) % prod(sizes[1:]) else None
+    if prod(sizes[1:]) and prod(features) % prod(sizes[1:]):
+        return None
+    return entries_of(p, p.values.reshape(sizes))
 
 
 def _find_rest(sizes: Any, total: int) -> tuple[int, ...]:

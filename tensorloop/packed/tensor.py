@@ -27,6 +27,7 @@ from tensorloop.packed.base import Packed, add_operators, find_dim
 from tensorloop.packed.dim import Dim, as_dim, unchanged
 from tensorloop.packed.dispatch import HANDLERS, dispatch
 from tensorloop.packed.einops import make_backend
+from tensorloop.packed.entries import plain
 from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
 from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
@@ -105,7 +106,7 @@ class PackedTensor(InAutograd):
             dim.claim(len(values), check)
             dim = dim.to(values.device)
         dim.claim(len(values), check)
-        self.values = values
+        self.values = plain(values)
         self._dim = dim
 
     @classmethod

@@ -1,0 +1,163 @@
+"""The entries of all rows as one tensor, (N, *F), as `x.flatten(0, 1)` and `x.reshape(-1, D)` give it.
+
+It is an ordinary tensor in all but one thing: it remembers whose entries it has, so that sizes (B, -1, *F) give the
+packed tensor again, where torch would cut the entries into B equal parts. Functions that treat entries alike hand the
+memory on (`entry_rules.py`). After any other function whose result may still have all entries nobody knows which row
+they are of, and (B, -1, *F) is refused unless all rows are of one length. `p.values` is a tensor without memory.
+"""
+
+import copy
+from collections.abc import Callable, Iterator
+from math import prod
+from typing import TYPE_CHECKING, Any, Self
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tensorloop._common import pytree
+from tensorloop._common.faces import late
+from tensorloop._torch.overrides import unseen_by_classes
+
+if TYPE_CHECKING:
+    from tensorloop.packed.base import Packed
+
+_by_entry: Callable[..., bool] = late("packed.entry_rules", "by_entry")
+_VIEWS = frozenset({"view", "reshape", "unflatten", "view_as", "reshape_as"})
+_OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries in their order
+_OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that somebody else holds, too
+
+
+class Entries(Tensor):
+    """A tensor of the entries of packed rows. `rows` is a packed tensor of them without values."""
+
+    rows: "Packed"
+    in_order: bool  # whether it has the entries one after another, the first size being a multiple of N
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs as for an ordinary tensor; the result may be of these entries, or cut into their rows."""
+        kwargs = kwargs or {}
+        if any(not issubclass(kind, Tensor) for kind in types):
+            return NotImplemented  # a packed tensor's function, or a ragged size's
+        if any(kind not in (Entries, Tensor, Parameter) for kind in types):
+            args, kwargs = pytree.mapped(plain, (args, kwargs))
+            return func(*args, **kwargs)
+        name = getattr(func, "__name__", "")
+        with unseen_by_classes():
+            if name == "__get__":
+                return _remember_attribute(func, args[0], func(*args))
+            x = args[0] if args else None
+            found = _cut(x, name, args[1:], kwargs) if name in _VIEWS and isinstance(x, Entries) else None
+            out = func(*args, **kwargs) if found is None else found
+            if name not in _OTHERS and isinstance(out, (Tensor, tuple, list)):
+                _remember(name, args, kwargs, out)
+        return out
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, and so saved, as an ordinary tensor."""
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A tensor of the same entries."""
+        if id(self) not in memo:
+            new = copy.deepcopy(plain(self.detach() if self.is_leaf else self), memo)
+            memo[id(self)] = _mark(new.requires_grad_(self.requires_grad), self.rows, self.in_order)
+        return memo[id(self)]
+
+    def __repr__(self, **kwargs: Any) -> str:
+        """As an ordinary tensor."""
+        with unseen_by_classes():
+            shown = super().__repr__(**kwargs)
+        return shown.replace("Entries(", "tensor(", 1).replace("\n ", "\n")  # a letter less, and a space in each line
+
+
+def entries_of(p: "Packed", values: Tensor) -> Tensor:
+    """The values of `p` in another shape, (N * n, *F), a tensor that remembers them."""
+    if values is p.values:
+        values = values.view(values.shape)
+    return _mark(values, p._with(None), True) if type(values) is Tensor else values
+
+
+def plain(x: Any) -> Any:
+    """An ordinary tensor for one of entries; all else as it is."""
+    if type(x) is not Entries:
+        return x
+    with unseen_by_classes():
+        return x.as_subclass(Tensor)
+
+
+def _mark(x: Any, rows: "Packed", in_order: bool) -> Any:
+    x.__class__ = Entries  # no view of it, so that autograd sees nothing
+    x.rows, x.in_order = rows, in_order
+    return x
+
+
+def _remember_attribute(func: Any, x: Any, out: Any) -> Any:
+    name = getattr(func.__self__, "__name__", "")
+    if type(out) is Tensor and name not in _OTHERS:
+        _hand_on(x, out, x.in_order and name in _OWN)
+    return out
+
+
+def _remember(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
+    """Makes new tensors that have the entries, in or out of order, ones that remember them."""
+    given = [y for x in (*args, *kwargs.values()) for y in (x if type(x) in (list, tuple) else (x,))]
+    known = [x for x in given if type(x) is Entries]
+    held = {id(x) for x in given}
+    first = known[0]
+    alike = all(x.in_order and len(x) == len(first) and x.rows._dim.same(first.rows._dim) for x in known)
+    for y in _tensors(out):
+        if type(y) is Tensor and y.dim() and id(y) not in held:
+            if name in _VIEWS:
+                in_order = first.in_order and _is_multiple(len(y), first.rows._dim.total)
+            else:
+                in_order = alike and len(y) == len(first) and _by_entry(name, first, args, kwargs, y)
+            _hand_on(first, y, in_order)
+
+
+def _tensors(out: Any) -> Iterator[Tensor]:
+    for y in out if isinstance(out, (tuple, list)) else (out,):
+        if isinstance(y, Tensor):
+            yield y
+
+
+def _hand_on(x: Entries, y: Any, in_order: bool) -> None:
+    """Out of order only where torch would cut the entries into rows without an error."""
+    total, rows = x.rows._dim.total, len(x.rows._dim)
+    if in_order or (total and rows and total % rows == 0 and any(n and n % total == 0 for n in y.shape)):
+        _mark(y, x.rows, in_order)
+
+
+def _is_multiple(n: int, total: int) -> bool:
+    return n % total == 0 if total else n == 0
+
+
+def _cut(x: Entries, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What sizes (B, -1, *F) are of entries in order, packed; None for others, which torch may make."""
+    sizes = _read_sizes(x, name, [*args, *kwargs.values()])
+    if len(sizes) < 2 or -1 in sizes[2:]:
+        return None
+    dim, features = x.rows._dim, prod(sizes[2:])
+    whole = x.numel() == dim.total * features
+    if sizes[0] == len(dim) and sizes[1] == -1 and x.in_order and whole:
+        return x.rows._with(plain(x.reshape(dim.total, *sizes[2:])))
+    cuts = sizes[0] == len(dim) != len(x) or (sizes[1] == dim.max_len and sizes[0] in (-1, len(dim)))
+    if cuts and (whole or (x.in_order and sizes[1] == -1)) and len(set(dim._host_lens.tolist())) > 1:
+        what = "entries of packed rows" if x.in_order else "entries of packed rows, whose order is not known here,"
+        raise TypeError(
+            f"{name}: {what} {tuple(x.shape)} as {tuple(sizes)} would be cut into equal parts, but the lens of rows "
+            "differ; write T of `B, T, D = x.shape`, view(B, T, *features), or PackedTensor(values, lens); blocks that "
+            "are no rows are p.values.view(...)"
+        )
+    return None
+
+
+def _read_sizes(x: Entries, name: str, given: list[Any]) -> list[Any]:
+    if name in ("view_as", "reshape_as"):
+        return list(given[0].shape)
+    if name == "unflatten":
+        dim, sizes = given[0], list(given[1]) if len(given) == 2 else given[1:]
+        return [*map(int, sizes), *x.shape[1:]] if dim in (0, -x.dim()) else []
+    sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
+    return [] if isinstance(sizes[0], torch.dtype) else [int(n) for n in sizes]
