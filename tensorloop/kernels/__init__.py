@@ -15,8 +15,7 @@ from torch import Tensor
 
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly, runs_kernels
-from tensorloop._torch.storage import has_storage
-from tensorloop.kernels.memory import PLAIN
+from tensorloop._torch.storage import PLAIN, has_storage
 
 ANY = None  # bytes are moved, whatever they stand for
 NO: frozenset[torch.dtype] = frozenset()

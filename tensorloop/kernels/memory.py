@@ -8,12 +8,10 @@ second derivative of any L1 loss. `settle` makes ordinary ones of them.
 from collections.abc import Iterable
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tensorloop._torch.storage import has_storage
+from tensorloop._torch.storage import PLAIN, has_storage
 
-PLAIN = (Tensor, torch.nn.Parameter)  # a subclass may have its numbers anywhere
 _LOW = 1 << 40  # the address of what is no memory is 0, or how far a view is from its start
 
 

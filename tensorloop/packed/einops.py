@@ -5,16 +5,18 @@ does with shapes and tensors what its backend for torch does. Sizes have no hash
 keep what it found for one batch for another.
 """
 
-import functools
 import sys
 from typing import Any
 
 from tensorloop.packed.base import Packed, PackedView
 
+_made: list[type] = []  # no functools.cache: dynamo warns of it
 
-@functools.cache
-def make_backend() -> type:
-    """Makes the backend, where einops is loaded; it lives as long as what this returns."""
+
+def make_backend() -> None:
+    """Makes the backend once, where einops is loaded; it lives as long as this module."""
+    if _made:
+        return
 
     class PackedBackend(sys.modules["einops._backends"].TorchBackend):
         framework_name = "tensorloop"
@@ -22,4 +24,4 @@ def make_backend() -> type:
         def is_appropriate_type(self, tensor: Any) -> bool:
             return isinstance(tensor, (Packed, PackedView))
 
-    return PackedBackend
+    _made.append(PackedBackend)

@@ -9,7 +9,7 @@ they are of, and (B, -1, *F) is refused unless all rows are of one length. `p.va
 import copy
 from collections.abc import Callable, Iterator
 from math import prod
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -17,10 +17,10 @@ from torch.nn import Parameter
 
 from tensorloop._common import pytree
 from tensorloop._common.faces import late
+from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop._torch.overrides import unseen_by_classes
-
-if TYPE_CHECKING:
-    from tensorloop.packed.base import Packed
+from tensorloop._torch.storage import PLAIN
+from tensorloop.packed.size import NoNumber
 
 _by_entry: Callable[..., bool] = late("packed.entry_rules", "by_entry")
 _VIEWS = frozenset({"view", "reshape", "unflatten", "view_as", "reshape_as"})
@@ -28,27 +28,33 @@ _OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries i
 _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that somebody else holds, too
 
 
-class Entries(Tensor):
+@runs_eagerly
+class Merged(Tensor):
     """A tensor of the entries of packed rows. `rows` is a packed tensor of them without values."""
 
-    rows: "Packed"
+    rows: Any
     in_order: bool  # whether it has the entries one after another, the first size being a multiple of N
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs as for an ordinary tensor; the result may be of these entries, or cut into their rows."""
         kwargs = kwargs or {}
-        if any(not issubclass(kind, Tensor) for kind in types):
+        ours = len(types) == 1 and types[0] is cls  # a look for each kind takes a microsecond
+        if not ours and any(not issubclass(kind, Tensor) for kind in types):
             return NotImplemented  # a packed tensor's function, or a ragged size's
-        if any(kind not in (Entries, Tensor, Parameter) for kind in types):
+        name = getattr(func, "__name__", "")
+        if name == "unflatten":  # whose sizes torch does not ask
+            ragged = next((n for n in (args[2] if len(args) > 2 else ()) if isinstance(n, NoNumber)), None)
+            if ragged is not None:
+                return ragged.__torch_function__(func, types, args, kwargs)
+        if not ours and any(kind not in (Merged, Tensor, Parameter) for kind in types):
             args, kwargs = pytree.mapped(plain, (args, kwargs))
             return func(*args, **kwargs)
-        name = getattr(func, "__name__", "")
+        x: Any = args[0] if args else None
         with unseen_by_classes():
             if name == "__get__":
-                return _remember_attribute(func, args[0], func(*args))
-            x = args[0] if args else None
-            found = _cut(x, name, args[1:], kwargs) if name in _VIEWS and isinstance(x, Entries) else None
+                return _remember_attribute(func, x, func(x))
+            found = _cut(x, name, args[1:], kwargs) if name in _VIEWS and isinstance(x, Merged) else None
             out = func(*args, **kwargs) if found is None else found
             if name not in _OTHERS and isinstance(out, (Tensor, tuple, list)):
                 _remember(name, args, kwargs, out)
@@ -57,6 +63,10 @@ class Entries(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, and so saved, as an ordinary tensor."""
         return plain(self).__reduce_ex__(protocol)
+
+    def __copy__(self) -> Self:
+        """A tensor of the same entries, in the same memory."""
+        return _mark(copy.copy(plain(self)), self.rows, self.in_order)
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A tensor of the same entries."""
@@ -69,10 +79,13 @@ class Entries(Tensor):
         """As an ordinary tensor."""
         with unseen_by_classes():
             shown = super().__repr__(**kwargs)
-        return shown.replace("Entries(", "tensor(", 1).replace("\n ", "\n")  # a letter less, and a space in each line
+        return shown.replace("Merged(", "tensor(", 1)  # as long, so that lines break where they do for that
 
 
-def entries_of(p: "Packed", values: Tensor) -> Tensor:
+PLAIN.add(Merged)
+
+
+def entries_of(p: Any, values: Tensor) -> Tensor:
     """The values of `p` in another shape, (N * n, *F), a tensor that remembers them."""
     if values is p.values:
         values = values.view(values.shape)
@@ -81,15 +94,16 @@ def entries_of(p: "Packed", values: Tensor) -> Tensor:
 
 def plain(x: Any) -> Any:
     """An ordinary tensor for one of entries; all else as it is."""
-    if type(x) is not Entries:
+    if type(x) is not Merged:
         return x
     with unseen_by_classes():
         return x.as_subclass(Tensor)
 
 
-def _mark(x: Any, rows: "Packed", in_order: bool) -> Any:
-    x.__class__ = Entries  # no view of it, so that autograd sees nothing
+@called_eagerly
+def _mark(x: Any, rows: Any, in_order: bool) -> Any:
     x.rows, x.in_order = rows, in_order
+    x.__class__ = Merged  # no view of it, so that autograd sees nothing
     return x
 
 
@@ -103,13 +117,17 @@ def _remember_attribute(func: Any, x: Any, out: Any) -> Any:
 def _remember(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any) -> None:
     """Makes new tensors that have the entries, in or out of order, ones that remember them."""
     given = [y for x in (*args, *kwargs.values()) for y in (x if type(x) in (list, tuple) else (x,))]
-    known = [x for x in given if type(x) is Entries]
+    known: list[Any] = [x for x in given if type(x) is Merged]
+    if not known:
+        return
     held = {id(x) for x in given}
     first = known[0]
-    alike = all(x.in_order and len(x) == len(first) and x.rows._dim.same(first.rows._dim) for x in known)
+    alike = first.in_order and all(
+        x.in_order and len(x) == len(first) and x.rows._dim.same(first.rows._dim) for x in known[1:]
+    )
     for y in _tensors(out):
         if type(y) is Tensor and y.dim() and id(y) not in held:
-            if name in _VIEWS:
+            if name in _VIEWS and args[0] is first:
                 in_order = first.in_order and _is_multiple(len(y), first.rows._dim.total)
             else:
                 in_order = alike and len(y) == len(first) and _by_entry(name, first, args, kwargs, y)
@@ -122,7 +140,7 @@ def _tensors(out: Any) -> Iterator[Tensor]:
             yield y
 
 
-def _hand_on(x: Entries, y: Any, in_order: bool) -> None:
+def _hand_on(x: Merged, y: Any, in_order: bool) -> None:
     """Out of order only where torch would cut the entries into rows without an error."""
     total, rows = x.rows._dim.total, len(x.rows._dim)
     if in_order or (total and rows and total % rows == 0 and any(n and n % total == 0 for n in y.shape)):
@@ -133,7 +151,7 @@ def _is_multiple(n: int, total: int) -> bool:
     return n % total == 0 if total else n == 0
 
 
-def _cut(x: Entries, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _cut(x: Merged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What sizes (B, -1, *F) are of entries in order, packed; None for others, which torch may make."""
     sizes = _read_sizes(x, name, [*args, *kwargs.values()])
     if len(sizes) < 2 or -1 in sizes[2:]:
@@ -141,7 +159,7 @@ def _cut(x: Entries, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     dim, features = x.rows._dim, prod(sizes[2:])
     whole = x.numel() == dim.total * features
     if sizes[0] == len(dim) and sizes[1] == -1 and x.in_order and whole:
-        return x.rows._with(plain(x.reshape(dim.total, *sizes[2:])))
+        return x.rows._with(plain(x.reshape(dim.total, *sizes[2:])), dim.to(x.device))
     cuts = sizes[0] == len(dim) != len(x) or (sizes[1] == dim.max_len and sizes[0] in (-1, len(dim)))
     if cuts and (whole or (x.in_order and sizes[1] == -1)) and len(set(dim._host_lens.tolist())) > 1:
         what = "entries of packed rows" if x.in_order else "entries of packed rows, whose order is not known here,"
@@ -153,7 +171,7 @@ def _cut(x: Entries, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -
     return None
 
 
-def _read_sizes(x: Entries, name: str, given: list[Any]) -> list[Any]:
+def _read_sizes(x: Merged, name: str, given: list[Any]) -> list[Any]:
     if name in ("view_as", "reshape_as"):
         return list(given[0].shape)
     if name == "unflatten":

@@ -1,5 +1,7 @@
-"""Which torch functions treat the entries of packed rows alike, where they stand in a tensor (N, *F): what comes has the
-same entries in the same order. What is not known here is taken to move them."""
+"""Which torch functions keep the entries of packed rows, a tensor (N, *F), in their order.
+
+What is not known here is taken to move them.
+"""
 
 import re
 from typing import Any
@@ -8,6 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.packed.dispatch import HANDLERS, find_dim_parameter
+from tensorloop.packed.entries import Merged
 from tensorloop.packed.pointwise import is_pointwise
 
 # Their first argument is a batch of N, whatever the sizes behind: norms over features, tables, losses of each entry.
@@ -37,6 +40,8 @@ def by_entry(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
     if name in _PRODUCTS:
         other = args[1] if args[0] is x else args[0]
         return other.dim() <= x.dim() == out.dim() and x.dim() >= (2 if args[0] is x and name != "__rmatmul__" else 3)
+    if name == "einsum":
+        return _is_batch_of(*args)
     if name in _OF_BATCHES:
         return args[0] is x and (x.dim() > 1 or name not in ("linear", "layer_norm", "rms_norm"))
     if (spatial := _SPATIAL.search(name)) is not None:
@@ -66,6 +71,16 @@ def _is_along_features(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict
     dims = dim if isinstance(dim, (tuple, list)) else (dim,)
     size = x.dim() + (name in ("stack", "unsqueeze"))
     return bool(dims) and all(type(d) is int and d % size != 0 for d in dims)
+
+
+def _is_batch_of(equation: Any, *operands: Any) -> bool:
+    """Whether the first letter of the result is that of all operands that have entries."""
+    if not isinstance(equation, str) or "->" not in equation:
+        return False
+    given, made = equation.replace(" ", "").split("->")
+    tensors = operands[0] if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else operands
+    of_entries = [t for t, x in zip(given.split(","), tensors, strict=True) if isinstance(x, Merged)]
+    return all(t[:1] == made[:1] != "." for t in of_entries)
 
 
 def _keeps_first(key: Any, ndim: int) -> bool:

@@ -17,7 +17,7 @@ from types import (
 from typing import Any, Self
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
@@ -25,10 +25,10 @@ from tensorloop._common.scope import here
 from tensorloop._common.user_line import user_place
 from tensorloop._torch import transforms
 from tensorloop._torch.functions import watch_calls
+from tensorloop._torch.storage import PLAIN as PLAIN
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls
 
-PLAIN = frozenset({Tensor, nn.Parameter, nn.Buffer})  # classes of tensors that are nothing else
 _READS = {
     "numpy": "turns a tensor into an array",
     "__array__": "turns a tensor into an array",

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import modes
+from tensorloop._torch.storage import PLAIN
 from tensorloop._torch.tracing import without_hooks
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
@@ -276,7 +277,7 @@ def _check_arguments(loop: Loop, first: Tensor | None) -> None:
         if kinds:
             raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}", "give tensors as context")
     tensors = tensors_of(loop)
-    if any(type(x) not in (Tensor, torch.nn.Parameter) or x.layout is not torch.strided for x in tensors):
+    if any(type(x) not in PLAIN or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs", "give plain tensors")
 
 
