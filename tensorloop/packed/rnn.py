@@ -13,9 +13,12 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
+from tensorloop._common.user_line import warn
+from tensorloop._torch import transforms
 from tensorloop.packed import segments
-from tensorloop.packed.base import PackedView, is_packed, refusal
+from tensorloop.packed.base import Packed, PackedView, is_packed, refusal
 from tensorloop.packed.dispatch import dispatch, handles
+from tensorloop.packed.fallback import PackedFallbackWarning
 from tensorloop.packed.interop import TimeOrder, order_by_time
 from tensorloop.packed.layout import ViewLayout, layout_of, see
 from tensorloop.packed.reordered import takes_views
@@ -33,6 +36,8 @@ def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *s
     if not is_packed(input):
         raise refusal("only the state is packed", "a state is (layers, B, H)")
     states = list(hx) if isinstance(hx, (tuple, list)) else [hx]
+    if transforms.maybe_level() is not None and any(map(transforms.is_batched, (input.values, *states, *params))):
+        raise refusal("torch has no rule of vmap for it", "call it for each example, or write the cell in tl.scan")
     rows, steps = len(input._dim), input._dim.max_len
     if steps and rows * steps == input._dim.total:  # rows of one length: a padded tensor without padding
         whole = input.values.unflatten(0, (rows, steps))
@@ -43,12 +48,30 @@ def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *s
     if not len(order.rows):  # nothing to run on: no entry, and every state stays
         size = states[0].shape[-1] * (2 if settings[-1] else 1)
         return (input._with(input.values.new_zeros(0, size, dtype=result)), *(h.to(state) for h in states))
+    if transforms.maybe_level() is not None:  # where torch takes no PackedSequence
+        return _run_row_by_row(func, input, states, params, has_biases, settings)
     begun = [h.index_select(1, order.rows) for h in states]
     data = segments.permute(input.values, order.forth, order.back)
     given = begun if isinstance(hx, (tuple, list)) else begun[0]
     out, *ended = func(data, order.batch_sizes, given, params, has_biases, *settings)
     values = segments.permute(out.to(result), order.back, order.forth)
     return (input._with(values), *(_put_back(h, new, order).to(state) for h, new in zip(states, ended, strict=True)))
+
+
+def _run_row_by_row(
+    func: Any, input: Packed, states: list[Tensor], params: Any, has_biases: bool, settings: tuple[Any, ...]
+) -> Any:
+    """A call for each row: under a transform of `torch.func`."""
+    warn(f"{func.__name__}: under torch.func each packed row is a call of its own", PackedFallbackWarning)
+    outs, ended = [], []
+    for b, row in enumerate(input.unbind()):
+        given = [h[:, b : b + 1] for h in states]
+        if len(row):
+            first = given if len(given) > 1 else given[0]
+            out, *given = func(row[None], first, params, has_biases, *settings, True)
+            outs.append(out[0])
+        ended.append(given)
+    return (input._with(torch.cat(outs)), *(torch.cat(parts, 1) for parts in zip(*ended, strict=True)))
 
 
 @takes_views("lstm", "gru", "rnn_tanh", "rnn_relu")

@@ -136,7 +136,7 @@ _IN_ROWS = frozenset({"softmax", "log_softmax"})  # torch's own over the last di
 @takes_scores(
     *("softmax", "log_softmax", "softmin", "cumsum", "sum", "nansum", "mean", "amax", "amin", "max", "min", "argmax"),
     *("argmin", "logsumexp", "std", "var", "any", "all", "norm", "count_nonzero", "sort", "argsort", "topk", "median"),
-    *("normalize", "kthvalue", "quantile"),
+    *("normalize", "kthvalue", "quantile", "nanmedian", "nanquantile"),
 )
 def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Over keys in the segments of each query, over queries as that of keys, over heads row by row."""
@@ -144,6 +144,8 @@ def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         _is_packed(x) or isinstance(x, Tensor) for x in (*args, *kwargs.values())
     ):
         return run_pointwise(getattr(torch, f"{func.__name__}imum"), (input, *args, *kwargs.values()), {})
+    if "quantile" in func.__name__ and isinstance(q := kwargs.get("q", args[0] if args else None), Tensor) and q.dim():
+        raise refusal("several quantiles would be a dim before the batch", "one q at a time, and stack them")
     given, call = _take_dim(func, args, kwargs)
     if given is None:
         return call(func, input.flat)

@@ -215,3 +215,38 @@ def test_loading_what_was_saved():
     assert back["dim"] == p.dims[0]
     assert back["dim"].name == "time"
     assert torch.equal(back["more"][0], p * 2)
+
+
+@pytest.mark.parametrize("lens", [LENS, [2, 2]], ids=str)
+@pytest.mark.parametrize("kind", [nn.GRU, nn.LSTM, nn.RNN])
+@pytest.mark.filterwarnings("ignore::tensorloop.packed.PackedFallbackWarning")
+def test_recurrent_layers_under_transforms(kind: Any, lens: list[int]) -> None:
+    layer = kind(3, 4, num_layers=2, bidirectional=True, batch_first=True, dtype=D)
+    x = torch.randn(sum(lens), 3, dtype=D)
+    first = torch.randn(4, len(lens), 4, dtype=D)
+
+    def loss(x: Tensor, first: Tensor) -> Tensor:
+        out, ended = layer(PackedTensor(x, lens), (first, first.cos()) if kind is nn.LSTM else first)
+        return out.values.sin().sum() + sum((i + 1) * h.cos().sum() for i, h in enumerate([*ended]))
+
+    x.requires_grad_()
+    want = torch.autograd.grad(loss(x, first), [x, *layer.parameters()])
+    torch.testing.assert_close(torch.func.grad(loss)(x.detach(), first), want[0])
+
+    def by_weights(weights: dict[str, Tensor]) -> Tensor:
+        out = torch.func.functional_call(layer, weights, PackedTensor(x.detach(), lens))
+        return out[0].values.sin().sum()
+
+    weights = {name: w.detach() for name, w in layer.named_parameters()}
+    got = torch.func.grad(by_weights)(weights)
+    out = layer(PackedTensor(x, lens))[0].values.sin().sum()
+    torch.testing.assert_close(list(got.values()), list(torch.autograd.grad(out, list(layer.parameters()))))
+    name = {"RNN": "rnn_tanh"}.get(kind.__name__, kind.__name__.lower())
+    with pytest.raises(TypeError, match=f"{name}: torch has no rule of vmap for it; call it for each example"):
+        torch.func.vmap(loss, (0, None))(torch.stack([x.detach()] * 2), first)
+
+
+def test_a_recurrent_layer_says_that_it_runs_row_by_row():
+    layer = nn.GRU(3, 4, batch_first=True)
+    with pytest.warns(tl.packed.PackedFallbackWarning, match="gru: under torch.func each packed row is a call of its"):
+        torch.func.grad(lambda x: layer(PackedTensor(x, LENS))[0].values.sum())(torch.ones(8, 3))

@@ -217,6 +217,8 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("padded values", lambda s, q, o: s @ torch.randn(4, 2, 4, 3, dtype=D), TypeError, "meets a padded one"),
     ("listed columns", lambda s, q, o: s[..., [0]], ValueError, "the last two dims take slices and numbers"),
     ("topk", lambda s, q, o: torch.topk(s, 2), ValueError, "topk: .*row"),
+    ("quantiles", lambda s, q, o: s.quantile(torch.tensor([0.5], dtype=D), -1), TypeError, "quantile: several .*one q"),
+    ("k", lambda s, q, o: s[:, :, 1:].kthvalue(5, -1), ValueError, "kthvalue: .*k is 5"),
     ("a number", lambda s, q, o: s[..., 1], IndexError, "out of"),
     ("joined", lambda s, q, o: torch.cat([s, s], 0), TypeError, "along dim 0 .*join what the scores are made of"),
     ("joined others", lambda s, q, o: torch.cat([s, scores(o, o)], -1), ValueError, "different lens"),
@@ -315,6 +317,41 @@ def test_what_is_done_to_scores_is_done_to_each_row(name: str, lens: list[int], 
             torch.testing.assert_close(
                 *(torch.autograd.grad(x, [q.values, k.values], retain_graph=True) for x in (loss, alone))
             )
+
+
+# What orders the keys of each query or the queries of each key: numbers, or numbers and places.
+ORDERED: dict[str, Any] = {
+    "median": lambda x, dim: x.median(dim),
+    "median, kept": lambda x, dim: torch.median(x, dim, keepdim=True),
+    "nanmedian": lambda x, dim: x.nanmedian(dim),
+    "kthvalue": lambda x, dim: x.kthvalue(1, dim),
+    "kthvalue, kept": lambda x, dim: torch.kthvalue(-x, 1, dim, True),
+    "quantile": lambda x, dim: x.quantile(0.3, dim),
+    "quantile, kept": lambda x, dim: torch.quantile(x, 0.7, dim, keepdim=True, interpolation="midpoint"),
+    "nanquantile": lambda x, dim: x.nanquantile(0.6, dim),
+}
+
+
+@pytest.mark.parametrize("dim", [-1, -2, 1])
+@pytest.mark.parametrize("name", ORDERED)
+def test_keys_and_queries_in_order_beside_a_row_of_nan(name: str, dim: int):
+    q, k = make([3, 1, 2, 4], 2, 3), make([2, 3, 1, 4], 2, 3)
+    with torch.no_grad():
+        q.values[3] = torch.nan  # all of row 1
+    scores: Any = torch.einsum("bihd,bjhd->bhij", q, k)
+    found: Any = ORDERED[name](scores, dim)
+    alone = [ORDERED[name](row[None], dim) for row in scores.unbind()]
+    if not isinstance(found, tuple):
+        found, alone = (found,), [(row,) for row in alone]
+    for ours, theirs in zip(found, zip(*alone, strict=True), strict=True):
+        rows = [0, 1, 2, 3] if ours.dtype.is_floating_point else [0, 2, 3]  # of several NaNs any is the place
+        torch.testing.assert_close([ours.unbind()[b] for b in rows], [theirs[b][0] for b in rows], equal_nan=True)
+    ours, theirs = list(found[0].unbind()), [row[0] for row in next(zip(*alone, strict=True))]
+    for rows in ([0, 1, 2, 3], [0, 2, 3]):  # of all, and of those beside the NaN
+        losses = (torch.stack([(side[b].sin() * (b + 1)).sum() for b in rows]).sum() for side in (ours, theirs))
+        grads = [torch.autograd.grad(loss, [q.values, k.values], retain_graph=True) for loss in losses]
+        torch.testing.assert_close(*grads, equal_nan=True)
+    assert not grads[0][0][[0, 1, 2, 4, 5, 6, 7, 8, 9]].isnan().any()
 
 
 def test_one_query_or_key_of_each_row():
