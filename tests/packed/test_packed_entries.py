@@ -15,6 +15,7 @@ from torch import Tensor, nn
 import tensorloop as tl
 from tensorloop.packed import PackedTensor
 from tensorloop.packed.entries import Merged
+from tests.support.devices import HERE
 
 D = torch.float64
 N, WIDTH = 6, 6  # as many entries as features, so that neither is told from the other by its size
@@ -216,7 +217,7 @@ def test_everything_else_is_as_of_an_ordinary_tensor():
     assert isinstance(flat, Tensor)
     assert (repr(flat), str(flat[:, :1])) == (repr(values), str(values[:, :1]))
     assert flat.tolist() == values.tolist()
-    assert (flat.detach().numpy() == values.numpy()).all()
+    assert (flat.detach().cpu().numpy() == values.cpu().numpy()).all()
     copied: Any
     for copied in (copy.copy(flat), copy.deepcopy(flat)):
         assert torch.equal(copied.view(3, -1, WIDTH).values, values)
@@ -280,6 +281,6 @@ def test_in_transforms_loops_and_graphs():
         ways = [tl.scan(body, first, xs, length=N, compile=c)[0] for c in ("strict", False)]
         torch.testing.assert_close(*ways)
         torch.testing.assert_close(*(torch.autograd.grad(y.sum(), weight)[0] for y in ways))
-    with torch.autocast("cpu", torch.bfloat16):
+    with torch.autocast(HERE.type, torch.bfloat16):
         out: Any = F.linear(flat.float(), W.float()).view(3, -1, WIDTH)
     assert (out.dtype, out.lens.tolist()) == (torch.bfloat16, [3, 1, 2])
