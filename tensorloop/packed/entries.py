@@ -24,6 +24,13 @@ from tensorloop.packed.size import NoNumber
 
 _by_entry: Callable[..., bool] = late("packed.entry_rules", "by_entry")
 _VIEWS = frozenset({"view", "reshape", "unflatten", "view_as", "reshape_as"})
+# What cuts and joins: there and back, the entries are all there again.
+_PARTS = frozenset(
+    {
+        *("__getitem__", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "narrow", "select", "flatten"),
+        *("index_select", "cat", "concat", "concatenate", "stack", "vstack", "hstack", "column_stack", "squeeze"),
+    }
+)
 _OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries in their order
 _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that somebody else holds, too
 
@@ -127,11 +134,12 @@ def _remember(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     )
     for y in _tensors(out):
         if type(y) is Tensor and y.dim() and id(y) not in held:
-            if name in _VIEWS and args[0] is first:
+            view = name in _VIEWS and args[0] is first
+            if view:
                 in_order = first.in_order and _is_multiple(len(y), first.rows._dim.total)
             else:
                 in_order = alike and len(y) == len(first) and _by_entry(name, first, args, kwargs, y)
-            _hand_on(first, y, in_order)
+            _hand_on(first, y, in_order, view or name in _PARTS)
 
 
 def _tensors(out: Any) -> Iterator[Tensor]:
@@ -140,10 +148,12 @@ def _tensors(out: Any) -> Iterator[Tensor]:
             yield y
 
 
-def _hand_on(x: Merged, y: Any, in_order: bool) -> None:
-    """Out of order only where torch would cut the entries into rows without an error."""
-    total, rows = x.rows._dim.total, len(x.rows._dim)
-    if in_order or (total and rows and total % rows == 0 and any(n and n % total == 0 for n in y.shape)):
+def _hand_on(x: Merged, y: Any, in_order: bool, part: bool = False) -> None:
+    """Out of order only where torch would cut the entries into rows without an error, and y may have all or a part."""
+    total, rows, n = x.rows._dim.total, len(x.rows._dim), len(x) if x.dim() else 0
+    if in_order or (
+        total and rows and total % rows == 0 and (part or any(k and (k == n or k % total == 0) for k in y.shape))
+    ):
         _mark(y, x.rows, in_order)
 
 
@@ -160,8 +170,12 @@ def _cut(x: Merged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     whole = x.numel() == dim.total * features
     if sizes[0] == len(dim) and sizes[1] == -1 and x.in_order and whole:
         return x.rows._with(plain(x.reshape(dim.total, *sizes[2:])), dim.to(x.device))
-    cuts = sizes[0] == len(dim) != len(x) or (sizes[1] == dim.max_len and sizes[0] in (-1, len(dim)))
-    if cuts and (whole or (x.in_order and sizes[1] == -1)) and len(set(dim._host_lens.tolist())) > 1:
+    rows, other = sizes[0] == len(dim), len(x) != len(dim)
+    if whole:  # the number of rows may be that of entries, too: who adds a dim writes 1, not -1
+        cuts = (rows and (sizes[1] == -1 or other)) or (sizes[0] == -1 and sizes[1] == dim.max_len)
+    else:
+        cuts = rows and sizes[1] == -1 and other and _is_multiple(len(x), dim.total)
+    if cuts and len(set(dim._host_lens.tolist())) > 1:
         what = "entries of packed rows" if x.in_order else "entries of packed rows, whose order is not known here,"
         raise TypeError(
             f"{name}: {what} {tuple(x.shape)} as {tuple(sizes)} would be cut into equal parts, but the lens of rows "

@@ -107,6 +107,10 @@ MOVED: dict[str, Callable[[Any], Any]] = {
     "of other rows": lambda x: x + PackedTensor(torch.zeros(6, 6, dtype=D), [1, 4, 1]).reshape(-1, 6),
     "rolled": lambda x: x.roll(1, 0),
     "rolled as one": lambda x: x.roll(1),
+    "cut and joined": lambda x: torch.cat(x.chunk(2)[::-1]),
+    "one by one": lambda x: torch.stack([*x]),
+    "halves": lambda x: torch.cat([x[:2] * 2, x[2:]]),
+    "as a table": lambda x: x.reshape(2, -1).squeeze(-1).view(6, 6),
     "taken": lambda x: x.take_along_dim(torch.arange(6)[:, None].expand(6, 6), 0),
 }
 
@@ -232,7 +236,7 @@ def test_everything_else_is_as_of_an_ordinary_tensor():
     assert weight.requires_grad
     again = PackedTensor(flat, p.lens)
     assert type(again.values) is type((p * flat[:3].unsqueeze(0)).values) is Tensor
-    assert type((flat * 2).sum()) is type(flat.mean(0)[:2]) is Tensor
+    assert type((flat * 2).sum()) is type((flat @ W[:, :2]).mean(0)) is Tensor
     flat[flat > 0] = 0
     assert torch.equal(p.values, values.clamp(max=0))
     with pytest.raises(TypeError, match="must be Tensor, not str"):
