@@ -31,6 +31,8 @@ _PARTS = frozenset(
         *("index_select", "cat", "concat", "concatenate", "stack", "vstack", "hstack", "column_stack", "squeeze"),
     }
 )
+# What changes a tensor's own sizes or all of its numbers.
+_TURNS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"})
 _OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries in their order
 _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that somebody else holds, too
 
@@ -130,15 +132,18 @@ def _remember(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     held = {id(x) for x in given}
     first = known[0]
     alike = first.in_order and all(
-        x.in_order and len(x) == len(first) and x.rows._dim.same(first.rows._dim) for x in known[1:]
+        x.in_order and x.shape[:1] == first.shape[:1] and x.rows._dim.same(first.rows._dim) for x in known[1:]
     )
+    view = name in _VIEWS and args[0] is first
     for y in _tensors(out):
-        if type(y) is Tensor and y.dim() and id(y) not in held:
-            view = name in _VIEWS and args[0] is first
+        if id(y) in held:
+            if type(y) is Merged and (name in _TURNS or "out" in kwargs or not alike):
+                y.in_order &= "out" not in kwargs and name not in _TURNS and not _by_entry(name, y, args, kwargs, y)
+        elif type(y) is Tensor and y.dim():
             if view:
                 in_order = first.in_order and _is_multiple(len(y), first.rows._dim.total)
             else:
-                in_order = alike and len(y) == len(first) and _by_entry(name, first, args, kwargs, y)
+                in_order = alike and y.shape[:1] == first.shape[:1] and _by_entry(name, first, args, kwargs, y)
             _hand_on(first, y, in_order, view or name in _PARTS)
 
 
@@ -149,11 +154,9 @@ def _tensors(out: Any) -> Iterator[Tensor]:
 
 
 def _hand_on(x: Merged, y: Any, in_order: bool, part: bool = False) -> None:
-    """Out of order only where torch would cut the entries into rows without an error, and y may have all or a part."""
-    total, rows, n = x.rows._dim.total, len(x.rows._dim), len(x) if x.dim() else 0
-    if in_order or (
-        total and rows and total % rows == 0 and (part or any(k and (k == n or k % total == 0) for k in y.shape))
-    ):
+    """Out of order where y may have all entries, or a part of them that is joined with the others again."""
+    total, n = x.rows._dim.total, len(x) if x.dim() else 0
+    if in_order or (total and (part or any(k and (k == n or k % total == 0) for k in y.shape))):
         _mark(y, x.rows, in_order)
 
 

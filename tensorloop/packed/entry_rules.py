@@ -46,7 +46,7 @@ def by_entry(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
         return args[0] is x and (x.dim() > 1 or name not in ("linear", "layer_norm", "rms_norm"))
     if (spatial := _SPATIAL.search(name)) is not None:
         return args[0] is x and x.dim() == int(spatial[1]) + 2
-    if name in _OF_SIZES or (name not in HANDLERS and is_pointwise(name)):
+    if name in _OF_SIZES or name == "copy_" or (name not in HANDLERS and is_pointwise(name)):
         return out.dim() == x.dim()
     if name == "flatten":
         return True  # the entries one after another, with features beside the first dim or apart

@@ -206,6 +206,34 @@ def heads_first(w: Writer, v: Var) -> Line | None:
     return Line(text, ("B", h, t, n // h))
 
 
+_OF_ENTRIES = (
+    *("{0}", "{0}.sin()", "F.linear({0}, weight({n}, {n}))", "F.layer_norm({0}, ({n},))", "{0}.softmax(-1)"),
+    *("{0} * given(7, 'float', {n})", "torch.cat({0}.chunk(2, -1), 1)", "{0}[:, None].flatten(1)", "{0}.sort(-1)[0]"),
+    *("{0}.view(-1, 1).relu().view(-1, {n})", "{0}.clone().masked_fill_({0} > 0, 0.5)", "{0} @ weight({n}, {n})"),
+    *(
+        "torch.stack([{0}, {0}], 1).mean(1)",
+        "{0}[:, torch.arange({n}).flip(0)]",
+        "{0}[..., None].mT",
+    ),
+)
+
+
+def through_entries(w: Writer, v: Var) -> Line | None:
+    """(B, T, *F) as all entries, and back; who moves entries is refused, though here they come to where they were."""
+    if (
+        len(v.dims) < 3
+        or v.dims[0] != "B"
+        or not is_ragged(v.dims[1])
+        or not all(isinstance(d, int) for d in v.dims[2:])
+    ):
+        return None
+    n = prod(v.dims[2:])
+    flat = w.random.choice([f"{v.name}.reshape(-1, {n})", f"{v.name}.flatten(2).flatten(0, 1)"])
+    back = w.random.choice(["view(B, -1, {0})", "reshape((B, -1, {0}))", "unflatten(0, (B, -1)).view(B, -1, {0})"])
+    text = w.random.choice(_OF_ENTRIES).format("a", n=n)
+    return Line(f"(lambda a: {text})({flat}).{back.format(sizes(v.dims[2:]))}", v.dims)
+
+
 def heads_back(w: Writer, v: Var) -> Line | None:
     """(B, heads, T, d) as (B, T, D)."""
     if len(v.dims) != 4 or v.dims[0] != "B" or not is_ragged(v.dims[2]):
@@ -438,4 +466,5 @@ def rotary(w: Writer, v: Var) -> Line | None:
 SHARES: dict[Any, int] = {
     **{pointwise: 4, beside: 4, two: 3, mask: 4, exchange: 5, heads_first: 8, heads_back: 5, part: 3, merge: 3},
     **{unmerge: 3, widen: 2, narrow: 3, repeat: 2, piece: 3, join: 2, steps: 2, over: 4, layer: 4, rotary: 4},
+    through_entries: 3,
 }
