@@ -31,6 +31,7 @@ _PARTS = frozenset(
         *("index_select", "cat", "concat", "concatenate", "stack", "vstack", "hstack", "column_stack", "squeeze"),
     }
 )
+_LIKE = frozenset({"view_as", "reshape_as", "expand_as", "type_as"})
 # What changes a tensor's own sizes or all of its numbers.
 _TURNS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"})
 _OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries in their order
@@ -47,13 +48,15 @@ class Merged(Tensor):
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
         """Runs as for an ordinary tensor; the result may be of these entries, or cut into their rows."""
-        kwargs = kwargs or {}
+        kwargs = dict(kwargs or {})
+        if not args:
+            args = tuple(kwargs.pop(k) for k in ("input", "self", "tensors") if k in kwargs)
         ours = len(types) == 1 and types[0] is cls  # a look for each kind takes a microsecond
         if not ours and any(not issubclass(kind, Tensor) for kind in types):
             return NotImplemented  # a packed tensor's function, or a ragged size's
         name = getattr(func, "__name__", "")
         if name == "unflatten":  # whose sizes torch does not ask
-            ragged = next((n for n in (args[2] if len(args) > 2 else ()) if isinstance(n, NoNumber)), None)
+            ragged = next((n for n in kwargs.get("sizes", args[-1]) if isinstance(n, NoNumber)), None)
             if ragged is not None:
                 return ragged.__torch_function__(func, types, args, kwargs)
         if not ours and any(kind not in (Merged, Tensor, Parameter) for kind in types):
@@ -119,7 +122,7 @@ def _mark(x: Any, rows: Any, in_order: bool) -> Any:
 def _remember_attribute(func: Any, x: Any, out: Any) -> Any:
     name = getattr(func.__self__, "__name__", "")
     if type(out) is Tensor and name not in _OTHERS:
-        _hand_on(x, out, x.in_order and name in _OWN)
+        _hand_on(x, out, x.in_order and (name in _OWN or (name in ("mT", "mH") and x.dim() > 2)))
     return out
 
 
@@ -134,7 +137,9 @@ def _remember(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
     alike = first.in_order and all(
         x.in_order and x.shape[:1] == first.shape[:1] and x.rows._dim.same(first.rows._dim) for x in known[1:]
     )
-    view = name in _VIEWS and args[0] is first
+    if name in _LIKE and args and args[0] is not first:  # of which the sizes alone are asked
+        return
+    view = name in _VIEWS
     for y in _tensors(out):
         if id(y) in held:
             if type(y) is Merged and (name in _TURNS or "out" in kwargs or not alike):
@@ -143,7 +148,9 @@ def _remember(name: str, args: tuple[Any, ...], kwargs: dict[str, Any], out: Any
             if view:
                 in_order = first.in_order and _is_multiple(len(y), first.rows._dim.total)
             else:
-                in_order = alike and y.shape[:1] == first.shape[:1] and _by_entry(name, first, args, kwargs, y)
+                in_order = (
+                    bool(args) and alike and y.shape[:1] == first.shape[:1] and _by_entry(name, first, args, kwargs, y)
+                )
             _hand_on(first, y, in_order, view or name in _PARTS)
 
 
@@ -166,9 +173,11 @@ def _is_multiple(n: int, total: int) -> bool:
 
 def _cut(x: Merged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What sizes (B, -1, *F) are of entries in order, packed; None for others, which torch may make."""
-    sizes = _read_sizes(x, name, [*args, *kwargs.values()])
-    if len(sizes) < 2 or -1 in sizes[2:]:
+    sizes = _read_sizes(x, name, args, kwargs)
+    if len(sizes) < 2:
         return None
+    if -1 in sizes[2:] and (known := -prod(sizes)) > 0:
+        sizes[sizes.index(-1)] = x.numel() // known
     dim, features = x.rows._dim, prod(sizes[2:])
     whole = x.numel() == dim.total * features
     if sizes[0] == len(dim) and sizes[1] == -1 and x.in_order and whole:
@@ -188,11 +197,14 @@ def _cut(x: Merged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
     return None
 
 
-def _read_sizes(x: Merged, name: str, given: list[Any]) -> list[Any]:
-    if name in ("view_as", "reshape_as"):
-        return list(given[0].shape)
+def _read_sizes(x: Merged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> list[int]:
+    """The sizes that a view of x is asked for, all of them; none where another dim than the first is cut."""
     if name == "unflatten":
-        dim, sizes = given[0], list(given[1]) if len(given) == 2 else given[1:]
+        dim, *sizes = (kwargs["dim"], *args) if "dim" in kwargs else args
+        sizes = kwargs.get("sizes", sizes[0] if len(sizes) == 1 else sizes)
         return [*map(int, sizes), *x.shape[1:]] if dim in (0, -x.dim()) else []
+    given = (*args, *kwargs.values())
+    if name in _LIKE:
+        return [*given[0].shape]
     sizes = given[0] if len(given) == 1 and isinstance(given[0], (tuple, list)) else given
-    return [] if isinstance(sizes[0], torch.dtype) else [int(n) for n in sizes]
+    return [] if not sizes or isinstance(sizes[0], torch.dtype) else [int(n) for n in sizes]

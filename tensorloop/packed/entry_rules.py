@@ -19,6 +19,7 @@ _OF_BATCHES = frozenset(
         *("linear", "layer_norm", "rms_norm", "batch_norm", "group_norm", "embedding", "one_hot", "prelu", "bilinear"),
         *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
         *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"),
+        *("new_zeros", "new_ones", "new_full", "new_empty", "multinomial", "cdist"),
         *("view_as_complex", "view_as_real", "native_batch_norm", "native_layer_norm"),
     }
 )

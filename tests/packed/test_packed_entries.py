@@ -42,6 +42,12 @@ STEPS: dict[str, Callable[[Any], Any]] = {
     "gate": lambda x: F.glu(torch.cat([x, x * 2], 1)),
     "table": lambda x: TABLE[(x[:, 0] > 0).long()] * F.embedding((x.mean(1) > 0).long(), TABLE) * x,
     "classes": lambda x: F.one_hot((x[..., 1] > 0).long(), 6) * x,
+    "turned": lambda x: x.view(-1, 2, 3).mT.reshape(-1, 6),
+    "codes": lambda x: (
+        x
+        + torch.zeros(len(x), 6, dtype=D).scatter_(1, torch.cdist(x, TABLE).argmin(-1, keepdim=True), 1).view_as(x) @ W
+    ),
+    "new ones": lambda x: x.new_zeros(len(x), 6).index_add_(0, x[:, 0].argsort(), x[x[:, 0].argsort()] * 2),
     "each loss": lambda x: F.cross_entropy(x, torch.zeros(len(x), dtype=torch.long), reduction="none")[:, None] * W[1],
     "shares": lambda x: x.softmax(-1) * x.max(1, keepdim=True).values + x.sum(1)[:, None].expand(-1, 6),
     "in place": lambda x: x.clone().masked_fill_(x > 0, 1.0).add_(1),
@@ -140,7 +146,9 @@ def test_other_cuts_by_number():
     with pytest.raises(TypeError, match="reshape: entries of packed rows"):
         rearrange(flat, "(b t) d -> b t d", b=3)
     with pytest.raises(TypeError, match="unflatten: entries of packed rows"):
-        flat.unflatten(0, (3, 2))
+        flat.unflatten(sizes=(3, 2), dim=0)
+    with pytest.raises(TypeError, match="reshape: entries of packed rows"):
+        torch.reshape(shape=(3, 2, -1), input=flat)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="view_as: entries of packed rows"):
         flat.view_as(torch.zeros(3, 2, 6))
     assert p.values.view(3, 2, 6).shape == (3, 2, 6)
