@@ -151,6 +151,8 @@ def test_other_cuts_by_number():
         torch.reshape(shape=(3, 2, -1), input=flat)  # pyright: ignore[reportCallIssue]
     with pytest.raises(TypeError, match="view_as: entries of packed rows"):
         flat.view_as(torch.zeros(3, 2, 6))
+    with pytest.raises(TypeError, match="order is not known here"):
+        torch.cat(flat[:, :4].chunk(2)).view(3, -1, 4)
     assert p.values.view(3, 2, 6).shape == (3, 2, 6)
     assert flat.view(2, -1, 6).shape == flat.view(2, 3, 6).shape == (2, 3, 6)  # blocks, not as many as rows
     one = PackedTensor(p.values, [6]).reshape(-1, 6)
@@ -177,6 +179,8 @@ CALLS: dict[str, Callable[[Any], Any]] = (
         "padded": lambda x: F.pad(x, (1, -1)),
         "moved": lambda x: F.pad(x, (0, 0, 1, -1)),
         "two lists": lambda x: x.view(6, 2, 3)[:, [0, 1, 0, 1, 0, 1], [0, 1, 2, 0, 1, 2]],
+        "two lists apart": lambda x: x.view(6, 2, 3, 1)[:, [0, 1, 0, 1, 0, 1], :, [0, 0, 0, 0, 0, 0]],
+        "weights for each": lambda x: x @ torch.stack([W, TABLE] * 3),
         "an int and a list": lambda x: x.view(6, 1, 6)[:, 0, [0, 1, 2, 3, 4, 5]],
         "lists apart": lambda x: x.view(6, 1, 6, 1)[:, 0, :, [0, 0, 0, 0, 0, 0]],
         "slice": lambda x: x[0:6],
