@@ -152,6 +152,20 @@ def test_roundings_that_a_loop_magnifies_are_no_fault() -> None:
     assert Proved(core, below, below, step)._choose(call_of(step, given, 40)) is core
 
 
+@pytest.mark.parametrize("large", [1e10, 1e30])  # of which the last is infinite in the end
+def test_a_wrong_number_beside_large_ones_is_found(large: float) -> None:
+    start = torch.tensor([1.0, large, -1.5], dtype=torch.float64, device="cpu")
+    given = [], [torch.zeros(4, 1, device="cpu")], [start]
+    step = step_of(lambda inv, xs, carry: {"carry": [carry[0] * carry[0].abs()], "outs": []}, *given)
+    below = EagerCore(step)
+
+    def a_small_one(call: CoreCall, last: list[Tensor], done: int) -> None:
+        last[0][2] *= 1.001
+
+    with pytest.warns(RuntimeWarning, match=r"1 of 3 numbers otherwise, -\d"):
+        assert Proved(Wrong(step, a_small_one), below, below, step)._choose(call_of(step, given, 4)) is below
+
+
 def test_nothing_is_tried_while_a_graph_is_recorded_or_memory_is_short() -> None:
     step, given = cell("rnn", 9)
     core, below = Wrong(step, lambda *_: None), EagerCore(step)

@@ -236,8 +236,7 @@ def _of_tensors(x: Tensor, y: Tensor, moved: Tensor | None, close: float) -> str
         close = max(close, _bound(x.dtype))
         wrong = ~torch.isclose(x, y, rtol=close, atol=close, equal_nan=True)
         if moved is not None:
-            far = (moved - y).abs().nan_to_num(0)
-            wrong &= ~((x - y).abs() <= SENSITIVE * (far.max() if far.numel() else far))
+            wrong &= ~(_as_far(x, y, moved) | torch.isclose(x, moved, rtol=close, atol=close, equal_nan=True))
     else:
         wrong = x != y
         if moved is not None:
@@ -247,3 +246,11 @@ def _of_tensors(x: Tensor, y: Tensor, moved: Tensor | None, close: float) -> str
         return ""
     one, other = (v.flatten()[wrong.flatten().nonzero()[0, 0]].item() for v in (x, y))
     return f"{count} of {x.numel()} numbers otherwise, {one} instead of {other} for one,"
+
+
+def _as_far(x: Tensor, y: Tensor, moved: Tensor) -> Tensor:
+    """Where x is about as far from y as numbers move, each by its size: a large one says nothing of those beside it."""
+    size = y.abs() + 1
+    far = ((moved - y).abs() / size).nan_to_num(0, posinf=0)
+    apart = (x - y).abs()
+    return apart.isfinite() & (apart <= SENSITIVE * (far.max() if far.numel() else far) * size)
