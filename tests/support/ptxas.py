@@ -2,9 +2,11 @@
 
     python -m tests.support.ptxas      # all steps of the cases of compiled loops, for three architectures: a table
 
-It comes with `pip install nvidia-cuda-nvcc`, or with CUDA's toolkit; no test needs it.
+What is known is kept in build/ptxas.jsonl, so that a run that was stopped goes on; remove it to begin anew.
+The assembler comes with `pip install nvidia-cuda-nvcc`, or with CUDA's toolkit; no test needs it.
 """
 
+import json
 import re
 import shutil
 import subprocess
@@ -12,11 +14,14 @@ import sys
 import sysconfig
 import tempfile
 from collections import Counter
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from itertools import product
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
+from tqdm import tqdm
 
 from tensorloop.compiler.emitter.device.devices import Nvptx
 from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
@@ -31,12 +36,24 @@ from tests.compiler.test_emitter_random import MIXING, STEPS, drawn
 from tests.compiler.test_emitter_team import MEETING, case
 from tests.support.compiled_cases import CASES, outcome
 from tests.support.recurrences import recurrence
-from tests.support.recurrent_cells import CELLS, inputs
+from tests.support.recurrent_cells import CELLS, Cell, inputs
 
 SIZES = (4, 32), (512, 64)  # rows and features of cells: a row each group, and several rows a lane
 DRAWN = 40  # steps that are drawn
 # Bytes of shared memory that a block may have, by architecture: the most that one asks for, in NVIDIA's tables.
 ARCHITECTURES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
+
+
+KEPT = Path("build", "ptxas.jsonl")  # what earlier runs have found, a row a line
+
+
+class Row(NamedTuple):
+    """What the kernels of a case's steps need on an architecture, or why there are none."""
+
+    dtype: str
+    name: str
+    arch: str
+    needs: list[Any]
 
 
 class Needs(NamedTuple):
@@ -100,34 +117,57 @@ def texts(step: Step, arch: str) -> DeviceText:
     return device_text(lowered(step), Nvptx(arch, local=ARCHITECTURES[arch]))
 
 
-def steps(dtype: torch.dtype) -> Iterator[tuple[str, Step]]:
+def steps(dtype: torch.dtype) -> Iterator[tuple[str, Callable[[], list[Step]]]]:
     """All steps of all cases; cells of sizes that models have; steps in which rows meet, and drawn ones."""
     for name in CASES:
-        yield from ((name, step) for step in steps_of(name, dtype))
-    for name, cell in CELLS.items():
-        for batch, features in SIZES:
-            given = inputs(cell, 1, batch, features, dtype)
-            yield f"{name} {batch} x {features}", recurrence(cell.step, *given, reverse=cell.reverse)
-    yield from ((name, case(name, dtype)[0]) for name in MEETING)
-    yield from ((f"drawn {seed}", drawn(seed, STEPS + MIXING)[0]) for seed in range(DRAWN))
+        yield name, partial(steps_of, name, dtype)
+    for (rows, features), (name, cell) in product(SIZES, CELLS.items()):
+        yield f"{name} {rows} x {features}", lambda c=cell, r=rows, f=features: [cell_step(c, r, f, dtype)]
+    yield from ((name, lambda n=name: [case(n, dtype)[0]]) for name in MEETING)
+    yield from ((f"drawn {seed}", lambda n=seed: [drawn(n, STEPS + MIXING)[0]]) for seed in range(DRAWN))
 
 
-def rows(dtype: torch.dtype) -> Iterator[tuple[str, str, Needs | str]]:
-    """(case, architecture, what its kernel needs or why there is none) of all these."""
-    for name, step in steps(dtype):
-        for arch in ARCHITECTURES:
-            try:
-                yield name, arch, assembled(texts(step, arch), arch)
-            except Unsupported as lack:
-                yield name, arch, lack.reason
+def cell_step(cell: Cell, rows: int, features: int, dtype: torch.dtype) -> Step:
+    return recurrence(cell.step, *inputs(cell, 1, rows, features, dtype), reverse=cell.reverse)
+
+
+def needs_of(step: Step, arch: str) -> Needs | str:
+    """What its kernel needs, or why there is none."""
+    try:
+        return assembled(texts(step, arch), arch)
+    except Unsupported as lack:
+        return lack.reason
+
+
+def known() -> list[Row]:
+    """The rows of earlier runs; a line may have been cut short."""
+    lines = KEPT.read_text().splitlines() if KEPT.exists() else []
+    return [Row(*json.loads(line)) for line in lines if line.endswith("]")]
+
+
+def look(dtypes: Sequence[torch.dtype]) -> None:
+    """Adds the rows that are not there yet."""
+    done = {row[:3] for row in known()}
+    asked = [(str(dtype), name, make) for dtype in dtypes for name, make in steps(dtype)]
+    KEPT.parent.mkdir(exist_ok=True)
+    with KEPT.open("a") as file:
+        print(file=file)
+        for dtype, name, make in tqdm(asked, disable=not sys.stderr.isatty()):
+            left = [arch for arch in ARCHITECTURES if (dtype, name, arch) not in done]
+            made = make() if left else []
+            for arch in left:
+                print(json.dumps([dtype, name, arch, [needs_of(step, arch) for step in made]]), file=file, flush=True)
 
 
 def main() -> None:
-    """Prints the table."""
-    for dtype in (torch.float32, torch.float64):
-        found = list(rows(dtype))
+    """Looks, and prints the table."""
+    dtypes = (torch.float32, torch.float64)
+    look(dtypes)
+    for dtype in dtypes:
+        rows = [row for row in known() if row.dtype == str(dtype)]
         for arch in ARCHITECTURES:
-            needs = [(need, name) for name, here, need in found if here == arch and isinstance(need, Needs)]
+            found = [(need, row.name) for row in rows if row.arch == arch for need in row.needs]
+            needs = [(Needs(*need), name) for need, name in found if not isinstance(need, str)]
             worst = {field: max(needs, key=lambda row, n=n: row[0][n]) for n, field in enumerate(Needs._fields)}
             print(f"{dtype} {arch}: {len(needs)} texts, {sum(not need.fits for need, _ in needs)} do not fit")
             print(
@@ -135,7 +175,7 @@ def main() -> None:
                 "; ".join(f"most {field} {need[n]} ({name})" for n, (field, (need, name)) in enumerate(worst.items())),
             )
             print("   ", f"spilling: {sorted((need.spilled, name) for need, name in needs if need.spilled)}")
-        refused = Counter(need for _, here, need in found if here == "sm_80" and isinstance(need, str))
+        refused = Counter(need for row in rows if row.arch == "sm_80" for need in row.needs if isinstance(need, str))
         print(f"{dtype} refused: {dict(refused)}")
 
 

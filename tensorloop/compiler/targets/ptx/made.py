@@ -45,8 +45,8 @@ LIMITS = (
     ),
 )
 # Bytes a lane that the driver's compiler keeps in memory for want of registers: 16 numbers. ptxas of CUDA 13.0 kept at
-# most 4 of cells of 4 x 32 and 512 x 64 (sm_90) and of drawn steps (sm_80), with at most 116 registers, and none of
-# the cases of compiled loops, with at most 64; `python -m tests.support.ptxas` prints such a table.
+# most 24 of a drawn step (sm_80; 16 on sm_90 and sm_100), 12 of steps in which rows meet, 4 of one cell and none of the
+# cases of compiled loops, with at most 116 registers; `python -m tests.support.ptxas` prints the table.
 MOST_SPILLED = 64
 A100 = DeviceFacts((8, 0), 108, 1024, 163 * 1024)  # whose text is described where there is no device
 
