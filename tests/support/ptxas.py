@@ -40,7 +40,11 @@ from tests.support.recurrent_cells import CELLS, Cell, inputs
 
 SIZES = (4, 32), (512, 64)  # rows and features of cells: a row each group, and several rows a lane
 DRAWN = 40  # steps that are drawn
-# Bytes of shared memory that a block may have, by architecture: the most that one asks for, in NVIDIA's tables.
+# Bytes of shared memory that a block may have at most, by architecture, as "Technical Specifications per Compute
+# Capability" in NVIDIA's CUDA programming guide has it: a multiprocessor's 164 or 228 KiB without 1 KiB of the
+# system's. There are the rest, too, the same for these three: 1,024 lanes a block, 2**31 - 1 blocks in a row, 65,536
+# registers a multiprocessor and block, 255 a lane. How they are given out is in CUDA's cuda_occupancy.h: a warp gets a
+# multiple of 256, of one of four parts of the multiprocessor, among which a block's warps are shared out.
 ARCHITECTURES = {"sm_80": 163 * 1024, "sm_90": 227 * 1024, "sm_100": 227 * 1024}
 
 
@@ -66,9 +70,10 @@ class Needs(NamedTuple):
 
     @property
     def fits(self) -> bool:
-        """Whether a block of so many lanes has the registers: 65,536, of which a warp gets multiples of 256."""
+        """Whether there are so many registers for a block of so many lanes, and few enough of them are spilled."""
         each = -(-self.registers * 32 // 256) * 256
-        return each * (self.lanes // 32) <= 65_536 and self.spilled <= MOST_SPILLED
+        warps = 65_536 // 4 // each * 4
+        return self.registers <= 255 and self.lanes <= min(1024, 32 * warps) and self.spilled <= MOST_SPILLED
 
 
 def find_ptxas() -> str:
