@@ -2,7 +2,8 @@
 
     python profiling/gpu.py                        # a machine with a CUDA device, about ten minutes
     python profiling/gpu.py --jax-python PYTHON    # a Python whose JAX has the device, too
-    python profiling/gpu.py --counts               # any machine with g++: launches and waits, no times
+    python profiling/gpu.py --counts               # any machine with g++, a quarter of an hour: launches and waits
+    python profiling/gpu.py --counts --resume      # the rest, where that was stopped
     python profiling/gpu.py --quick --rehearse     # the same: what a device would time, to see that it runs
 
 Forward + backward in float32, the device waited for at the end of each run. Losses and gradients come first, in
@@ -174,9 +175,13 @@ def times(result: Result) -> list[str]:
 
 
 def counts(result: Result) -> list[str]:
-    rows = []
-    for w in dict.fromkeys(entry["cell"]["workload"] for entry in result["entries"]):
+    rows, left, failed = [], dict[str, list[str]](), list[str]()
+    for w, said in ((e["cell"]["workload"], e["raw"][0]) for e in result["entries"] if e["cell"]["kind"] == "counts"):
         row = [TITLES[w]]
+        if refused := said.get("refused"):
+            count, _, why = refused.partition(": ")
+            left.setdefault(why, []).append(f"{TITLES[w]} ({count.partition(', of')[0]})")
+        failed += [f"- {TITLES[w]}: {said[key]}" for key in said if key.endswith("error")]
         for way in gpu_counts.WAYS:
             of = partial(harness.figure, result, kind="counts", workload=w)
             figures = [of(f"{way}_{key}") for key in ("short_launches", "long_launches", "short_waits", "long_waits")]
@@ -187,11 +192,17 @@ def counts(result: Result) -> list[str]:
             )
         rows.append(row)
     text = (
-        f"Launches and waits of one forward + backward, of {gpu_counts.SHORT} / {gpu_counts.LONG} steps, once the plan "
-        "is made. They were counted on a pretended device, without a GPU: what a launch takes is for a GPU to say."
+        f"Launches and waits of one forward + backward, of {gpu_counts.SHORT} / {gpu_counts.LONG} steps in each row, "
+        "once the plan is made. They were counted on a pretended device: what a launch takes is for a GPU to say."
     )
     heads = [f"{name}: {what}" for name in gpu_counts.WAYS.values() for what in ("launches", "waits")]
-    return [text, harness.table(["", *heads], rows)]
+    found = [text, harness.table(["", *heads], rows)]
+    if left:
+        notes = [f"- {'; '.join(loops)}: {why}." for why, loops in left.items()]
+        found.append(
+            "Run as graphs where kernels are asked for, so that the last two columns are theirs:\n\n" + "\n".join(notes)
+        )
+    return [*found, *(["Not counted:\n\n" + "\n".join(failed)] if failed else [])]
 
 
 def options(parser: ArgumentParser) -> None:

@@ -35,14 +35,33 @@ def main(workload: str) -> dict[str, Any]:
     torch.set_default_device("cuda")
     warnings.simplefilter("ignore")
     found: dict[str, Any] = {}
+    refused = refusals()
     for way in WAYS:
         os.environ["TENSORLOOP_PTX"] = "1" if way == "kernels" else "0"
         for name, steps in (("short", SHORT), ("long", LONG)):
             try:
                 found[f"{way}_{name}_launches"], found[f"{way}_{name}_waits"] = counted(workload, way, steps)
             except Exception as error:  # the other ways are counted all the same
-                print(f"{workload}, {way}: {type(error).__name__}: {error}", file=sys.stderr)
-    return found
+                found[f"{way}_error"] = f"{type(error).__name__}: {error}"
+    return found | ({"refused": refused[0]} if refused else {})
+
+
+def refusals() -> list[str]:
+    """From now on, why steps that kernels are asked for get none: they run as graphs."""
+    from tensorloop.compiler.step import Unsupported
+    from tensorloop.compiler.targets.ptx import made
+
+    told, text_for = list[str](), made.text_for
+
+    def telling(*given: Any) -> Any:
+        try:
+            return text_for(*given)
+        except Unsupported as lack:
+            told.append(lack.reason)
+            raise
+
+    made.text_for = telling
+    return told
 
 
 def counted(workload: str, way: str, steps: int) -> tuple[int, int]:
