@@ -139,7 +139,8 @@ def test_a_step_runs_on_the_target_of_its_place() -> None:
     )
     for target, kind in ((EAGER, EagerCore), (TARGETS["cpu"], core.NativeCore)):
         made, lacking = make_core(dataclasses.replace(step, place=target.place(HOST)))
-        assert isinstance(made, kind) and lacking is None
+        assert isinstance(made, kind)
+        assert lacking is None
         last, done = made(CoreCall(3, [torch.full((2,), 2.0)], [torch.ones(3, 2)], [torch.ones(2)], [], []))
         assert (last[0].tolist(), done) == ([15.0, 15.0], 3)
 
