@@ -85,6 +85,14 @@ def leaves(tree: Any, is_leaf: Callable[[Any], bool] = lambda _: False) -> list[
     return found
 
 
+def nodes(tree: Any) -> Iterator[Any]:
+    """All that is no leaf."""
+    if is_plain_dataclass(tree) or _is_node(tree):
+        yield tree
+        for child in _children(tree):
+            yield from nodes(child)
+
+
 def structure(tree: Any) -> str:
     """The structure of a tree in a line: its containers, with `*` for each leaf."""
     return str(_starred(tree))

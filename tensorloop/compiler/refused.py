@@ -1,7 +1,10 @@
 """Why a loop is not compiled."""
 
 import re
+import threading
 import traceback
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 
@@ -10,6 +13,8 @@ from tensorloop._common.user_line import UserLine, is_ours
 # What cures several.
 VALUES = "keep values in tensors: torch.where chooses by them, table[i[None]][0] takes a row by one"
 NATIVE = "write it with other operations, or before or after the loop, or set compile=False"
+TRIED = "choose by tensors (torch.linalg.cholesky_ex, torch.where), or try around the loop"
+STATE = "carry it as a tensor, give it as xs, do it outside of the loop, or let tl.carrying carry it"
 FUNCTION = "write what it gives as y + (s - s.detach()), which is y with the gradient of s, or set compile=False"
 GAP = "set compile=False, and report it: this is a gap, not a rule"
 MEMORY = "let go of other tensors, or give a part of what is large, or set compile=False"
@@ -23,7 +28,33 @@ _STAND_INS = [
 _NO_MEMORY = r"can't allocate memory|CUDA out of memory|Storage size calculation overflowed"
 
 
-class Refused(Exception):
+class _Raised(threading.local):
+    met: "list[Signal] | None" = None  # those that were made while a step is looked at
+
+
+_raised = _Raised()
+
+
+@contextmanager
+def remembered() -> "Iterator[list[Signal]]":
+    """What is signalled inside, also what somebody catches."""
+    outer, _raised.met = _raised.met, []
+    try:
+        yield _raised.met
+    finally:
+        _raised.met = outer
+
+
+class Signal(BaseException):
+    """Ends a step that is looked at. It is raised through the body, whose `except Exception` is not meant for it."""
+
+    def __init__(self, *args: object) -> None:
+        super().__init__(*args)
+        if _raised.met is not None:
+            _raised.met.append(self)
+
+
+class Refused(Signal):
     """Why a body is not compiled, what a user can do about it, and the file and line that say so."""
 
     def __init__(self, reason: str, cure: str, place: UserLine | None = None) -> None:

@@ -14,7 +14,8 @@ from tensorloop._common import pytree
 from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import version_of
-from tensorloop.loop.holders import Holder, find_holders
+from tensorloop.loop.effects.follow import own, refuse_older
+from tensorloop.loop.holders import Holder, SlotsDict, find_holders
 from tensorloop.loop.state_copies import Aliases, Copies, all_leaves, is_large
 from tensorloop.tensor_array.array import TensorArray
 
@@ -59,6 +60,8 @@ class Attributes:
 
     def __init__(self, objects: Sequence[Any]) -> None:
         self._holders = find_holders(objects)
+        self._changed = [x.values.object if isinstance(x.values, SlotsDict) else x.values for x in self._holders]
+        refuse_older(self._changed, "carries the attributes of an object")
         self._before = [{key: x.values[key] for key in x.names()} for x in self._holders]
         self._places: dict[str, _Place] = {}
         self._aliases = Aliases({})
@@ -94,6 +97,7 @@ class Attributes:
         try:
             for path, place in places.items():
                 place.put(state[path])
+            own(state.values(), self._changed)
             noted = self._aliases.note(state) if self._aliases else None
             versions = {path: _version(state[path]) for path in self._uncounted}
             out, after = call(), {path: place.get() for path, place in places.items()}

@@ -15,7 +15,7 @@ from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called
 from tensorloop.loop.carry import describe
-from tensorloop.loop.compiled.look.python_state import PythonState
+from tensorloop.loop.effects.follow import without_effects
 from tensorloop.loop.outputs import no_packed, place
 from tensorloop.loop.slabs import Leaves, flatten_like, guard, kind_of, put_loop_dim_at, put_loop_dim_first
 from tensorloop.tensor_array.array import TensorArray
@@ -94,15 +94,12 @@ class _Element:
 
 def _call_on_a_fake(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:
     """The ys of no elements."""
-    before = PythonState([("fn", element.fn, ())])
     try:
         with fake_tensors():
-            fakes = element.of([torch.empty((1, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in xs])
+            fakes = without_effects(element.of, [torch.empty((1, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in xs])
     except Exception as error:
         error.add_note("map: xs have no elements; fn was called on a fake tensor for the shapes of ys")
         raise
-    finally:
-        before.put_back()  # what it keeps would be a fake
     return [_join([torch.empty((0, *y.shape[1:]), dtype=y.dtype, device=y.device)], dim) for y in fakes]
 
 

@@ -13,7 +13,7 @@ from tensorloop._common.scope import without_numbers
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.loop.compiled import around
-from tensorloop.loop.compiled.look.python_state import PythonState
+from tensorloop.loop.effects.follow import without_effects
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.packed.dim import Dim
@@ -27,7 +27,6 @@ def empty_outputs(loop: Loop) -> Any:
     assert loop.slices is not None
     dim = loop.outputs.dim
     around.check_steps(loop.title)
-    before = PythonState(loop.functions)
     with fake_tensors() as fake, torch.no_grad(), without_numbers():
         state = [_fake(fake, x) for x in loop.init]
         row: list[Any] = []
@@ -36,12 +35,10 @@ def empty_outputs(loop: Loop) -> Any:
         for k, numbers in loop.slices.ranges.items():
             row[k] = numbers.start
         try:
-            state, y = loop.step(0, state, row)
+            state, y = without_effects(loop.step, 0, state, row)
         except Exception as error:
             error.add_note(f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys")
             raise
-        finally:
-            before.put_back()  # no step was done: what a body keeps would be a fake
         rows = loop.rows_of_no_steps(state)
     tree = pytree.Tree(y)
     leaves = tree.flatten(y)

@@ -37,6 +37,7 @@ from tensorloop.loop.checkpoint.in_place import Given
 from tensorloop.loop.checkpoint.references import find_held, own_references
 from tensorloop.loop.checkpoint.step_use import StepUse
 from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, Writes, may_write
+from tensorloop.loop.effects.follow import rest, rests, resume
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.internals import store_of
@@ -75,6 +76,7 @@ class Captures(TorchFunctionMode):
         self.given = Given()
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
+        self.followed = False  # whether somebody follows the body's Python, who rests while torch runs
         self.step = 0
         self.use = StepUse({})  # of this step; from its end on, of the next
         self.loops = False  # whether loops in the body were nodes of its graph
@@ -88,6 +90,13 @@ class Captures(TorchFunctionMode):
     # -- while the body runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if self.followed and rests(func):
+            before, self.followed = rest(), False
+            try:
+                return self.__torch_function__(func, types, args, kwargs)
+            finally:
+                self.followed = True
+                resume(before)
         if here.in_library:
             return func(*args, **(kwargs or _NONE))
         use = self.use

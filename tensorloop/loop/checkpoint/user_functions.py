@@ -2,8 +2,14 @@
 
 from typing import Any
 
+import torch
+
+from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.effects.follow import following
+from tensorloop.loop.effects.judge import Judge
+from tensorloop.loop.effects.notes import Notes, Paths
 
 
 class Watched:
@@ -12,6 +18,7 @@ class Watched:
     def __init__(self, body: Any, captures: Captures) -> None:
         self.body, self.captures = body, captures
         self.on = True  # whether calls are recorded
+        self.notes, self.paths = Notes(), Paths()
 
     def __call__(self, *args: Any) -> Any:
         # No context manager sets and resets these: at every step it would cost as much as all the rest here.
@@ -22,9 +29,36 @@ class Watched:
                 return self.body(*args)
             here.recorder = self.captures
             with self.captures:
-                return self.body(*args)
+                if self.paths.all_known() or not torch.is_grad_enabled():
+                    return self.body(*args)
+                return self._followed(args)
         finally:
             here.recorder, here.nodes, here.in_library = outer, nodes, in_library
+
+    def _followed(self, args: tuple[Any, ...]) -> Any:
+        """Runs the body, and refuses what its Python does that a replay would do again, or find changed."""
+        judge, out = Judge(self.notes, self.paths, args), None
+        self.captures.followed = True
+        try:
+            with following(judge):
+                out = self.body(*args)
+        except BaseException:
+            if judge.seen is None:
+                raise
+        finally:
+            self.captures.followed = False
+            judge.raised.clear()
+            judge.end()
+            self.notes.next()
+            self.paths.steps += 1
+        if (effect := judge.seen) is not None:
+            file, line = effect.place
+            raise Misuse(
+                f"the body {effect.what} ({file}:{line}), and backward runs steps again, with what the last step has "
+                f"left; put it in the carry, or let tl.carrying do so, or give no checkpoints (tl.loop.pure(fn) says "
+                f"that what fn does has no effect on the loop)"
+            ) from None
+        return out
 
 
 def as_users(condition: Any) -> Any:

@@ -25,10 +25,10 @@ from tensorloop.loop.compiled.around import check_surroundings, nothing_to_do, w
 from tensorloop.loop.compiled.explain import Explanation, explain_plan, explain_refusal
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.frame import AnswersInPython
+from tensorloop.loop.compiled.look.judged import Appeared, judged
 from tensorloop.loop.compiled.look.look import Look, look, look_closely
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop, PaddedScan, SomeRows, of_rows, whole_of
-from tensorloop.loop.compiled.look.python_state import Appeared, PythonState
 from tensorloop.loop.compiled.look.second_look import compare_flags, look_twice
 from tensorloop.loop.compiled.look.values_read import with_going
 from tensorloop.loop.compiled.pays import remember
@@ -112,11 +112,10 @@ def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop
     check_compile(compile)
     if nothing_to_do(loop):
         return None
-    before, done = PythonState(loop.functions), None
     try:
         with without_inference():
-            ready = _prepare(loop, checkpoints, before)
-            done = None if ready is None else _run(loop, ready, checkpoints, before)
+            ready = _prepare(loop, checkpoints)
+            return None if ready is None else _run(loop, ready, checkpoints)
     except Refused as refusal:
         _refuse_unless_apart(loop, refusal)
         tell(loop.title, compile, refusal)
@@ -124,10 +123,7 @@ def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop
     except LeftToEager as left:
         _forget(loop)
         return of_error(left.__cause__ or left)
-    finally:
-        if done is None:
-            before.put_back()
-    return done
+    return None
 
 
 def _refuse_unless_apart(loop: Loop, refusal: Refused) -> None:
@@ -144,10 +140,9 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
     place = None if device is None else place_named(device)
     if nothing_to_do(loop):
         return None
-    before = PythonState(loop.functions)
     try:
         with without_inference():
-            ready = _prepare(loop, checkpoints, before, place)
+            ready = _prepare(loop, checkpoints, place)
         return None if ready is None else explain_plan(loop.title, ready.plan, _describe_rows(ready.look), place)
     except Refused as refusal:
         _refuse_unless_apart(loop, refusal)
@@ -155,8 +150,6 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
     except LeftToEager as left:
         _forget(loop)
         return of_error(left.__cause__ or left)
-    finally:
-        before.put_back()
 
 
 def check_compile(compile: Any) -> None:
@@ -174,9 +167,7 @@ def tell(name: str, compile: Compile, refusal: Refused) -> None:
     warn(f"{name}: {text}; it runs as an eager loop. Cure: {refusal.cure}", NotCompiledWarning, place)
 
 
-def _prepare(
-    loop: Loop, checkpoints: CheckpointsArg, before: PythonState, elsewhere: Place | None = None
-) -> Ready | None:
+def _prepare(loop: Loop, checkpoints: CheckpointsArg, elsewhere: Place | None = None) -> Ready | None:
     """Finds the plan of a loop, or makes it; None where the eager loop has to ask the condition.
 
     What is left to the eager loop here has a plan all the same, if `elsewhere` it would not be.
@@ -189,26 +180,25 @@ def _prepare(
         )
     while True:
         try:
-            return _look_and_plan(loop, before, elsewhere)
+            return _look_and_plan(loop, elsewhere)
         except AnswersInPython:  # once at most: from now on the condition is known to answer there, so no step asks it
-            before.put_back()
             _forget(loop)
             python_condition.learn(loop)
 
 
-def _look_and_plan(loop: Loop, before: PythonState, elsewhere: Place | None) -> Ready | None:
+def _look_and_plan(loop: Loop, elsewhere: Place | None) -> Ready | None:
     with _left_to_eager(loop):
-        answer = _first_answer(loop, before) if isinstance(loop, ConditionalLoop) else _NO_CONDITION
+        answer = _first_answer(loop) if isinstance(loop, ConditionalLoop) else _NO_CONDITION
     if answer.asked_by == "the eager loop":
         return None
     condition = whole = None
     if answer.asked_by == "Python" or python_condition.is_known(loop):
         condition = PythonCondition(loop)
-        seen, plan = _look_at(condition.stepped, None, condition.begin, before, elsewhere)
+        seen, plan = _look_at(condition.stepped, None, condition.begin, elsewhere)
     else:
         whole = whole_of(loop, answer.tensor)
         one, first = (loop, answer.tensor) if whole is None else whole.first()
-        seen, plan = _look_at(one, first, lambda _: before.check(), before, elsewhere)
+        seen, plan = _look_at(one, first, None, elsewhere)
     steps = loop.length if loop.cond is None else None
     if condition is not None and plan.answers:
         raise Refused(
@@ -226,16 +216,16 @@ def _look_and_plan(loop: Loop, before: PythonState, elsewhere: Place | None) -> 
     return Ready(seen, plan, condition, whole, steps)
 
 
-def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg, before: PythonState) -> tuple[Loop, Any]:
+def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg) -> tuple[Loop, Any]:
     """(the loop as it ended, its carry)."""
     seen, plan, condition, whole, steps = ready
     try:
         if plan.answers:
-            look_at = partial(_look_at, first=None, check=lambda _: before.check(), before=before)
+            look_at = partial(_look_at, first=None)
             with _left_to_eager(loop):
                 ended, state = run_by_answers(seen, plan, checkpoints, look_at)
         elif isinstance(whole, PaddedScan):
-            look_at = partial(_look_at, first=None, check=lambda _: before.check(), before=before)
+            look_at = partial(_look_at, first=None)
             ended, state = run_stretches(whole, seen, plan, checkpoints, look_at)
         else:
             ended, state = run_plan(seen, plan, steps, checkpoints, condition)
@@ -255,15 +245,15 @@ def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg, before: PythonSt
 def _look_at(
     loop: Loop,
     first: Tensor | None,
-    check: Callable[[Look], None],
-    before: PythonState,
+    check: Callable[[Look], None] | None = None,
     elsewhere: Place | None = None,
 ) -> tuple[Look, Plan]:
     """A look at the first step of a loop, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
-        seen = look(loop, first, before.put_back)
+        seen = look(loop, first)
         compare_flags(seen)
-        check(seen)
+        if check is not None:
+            check(seen)
         seen, plan = plan_of(seen)
         if isinstance(plan, LeftToLoop) and elsewhere is not None and not left_to_loop(elsewhere):
             plan = plan.plan
@@ -324,16 +314,15 @@ def _forget(loop: Loop) -> None:
         loop.outputs.columns, loop.outputs.kinds = [], []
 
 
-def _first_answer(loop: ConditionalLoop, before: PythonState) -> FirstAnswer:
+def _first_answer(loop: ConditionalLoop) -> FirstAnswer:
     """Asks the condition before the first step."""
     state = loop.begin()
     log = OperationLog([])  # refuses what asking twice would do twice, writes to the carry among that
     log.grad, log.may_draw, log.may_read = False, False, True
-    with log, without_hooks():
+    with judged(log.watch), log, without_hooks():
         answer = loop.answer(0, state)
     if isinstance(answer, bool) or (log.reads and isinstance(answer, Tensor) and not answer.dim()):
         loop.first = loop.truth(answer, "cond_fn")
-        before.retake()  # what the condition did is done
         return FirstAnswer("Python" if loop.first else "the eager loop")
     if log.reads and isinstance(answer, Tensor) and answer.dim():
         raise Refused(

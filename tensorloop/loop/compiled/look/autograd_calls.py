@@ -19,14 +19,14 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.versions import Versions
 from tensorloop.compiler.functions import BEGIN, COMING, END
 from tensorloop.compiler.operations import aten
-from tensorloop.compiler.refused import FUNCTION, Refused
+from tensorloop.compiler.refused import FUNCTION, Refused, Signal
 from tensorloop.compiler.trace import Operation, Ref
 
 MOST_NONE = 4  # results of a Function that may have no gradient: what backward does then is tried for each set of them
 
 
-class NeedsGradients(BaseException):
-    """The step has to be looked at with inputs that have gradients: the body ends, whatever exceptions it expects."""
+class NeedsGradients(Signal):
+    """The step has to be looked at with inputs that have gradients: the body ends here."""
 
 
 class Notes(Protocol):

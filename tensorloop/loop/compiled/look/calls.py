@@ -6,14 +6,8 @@ of the loop: a body may register a hook today and none tomorrow, and its operati
 
 import sys
 from collections.abc import Callable, Sequence
-from types import (
-    BuiltinFunctionType,
-    FrameType,
-    FunctionType,
-    MethodDescriptorType,
-    MethodWrapperType,
-    WrapperDescriptorType,
-)
+from contextlib import nullcontext
+from types import FrameType, MethodWrapperType
 from typing import Any, Self
 
 import torch
@@ -22,12 +16,14 @@ from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
-from tensorloop._common.user_line import user_place
+from tensorloop._common.user_line import UserLine, user_place
 from tensorloop._torch import transforms
 from tensorloop._torch.functions import watch_calls
 from tensorloop._torch.storage import PLAIN as PLAIN
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls
+from tensorloop.loop.effects.follow import following, rest, rests, resume
+from tensorloop.loop.effects.judge import Judge
 
 _READS = {
     "numpy": "turns a tensor into an array",
@@ -71,7 +67,6 @@ READING |= {Tensor.__complex__, Tensor.is_nonzero, torch.is_nonzero, Tensor.allc
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 # Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
 _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
-_BUILT_IN = BuiltinFunctionType, MethodDescriptorType, WrapperDescriptorType, MethodWrapperType
 
 
 def refusal(reason: str, cure: str) -> Refused:
@@ -91,15 +86,24 @@ class CallWatch(TorchFunctionMode):
     number_read: Callable[[Tensor], Any] | None = None  # gives what `.item()` is of a tensor that changes
     tells_all = True  # whether the calls tell everything that the step does, as far as was seen
     autograd: AutogradCalls | None = None  # what notes custom Functions and gradients in the body
+    judge: Judge | None = None  # who is asked what the body's Python may do
     _before: Any = None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.failed: list[tuple[str, Exception, UserLine | None]] = []  # calls that raised, and the user's line
 
     def __enter__(self) -> Self:
         """Begins to look."""
         here.looks += 1
         self._before = watch_calls(self.autograd), torch.is_grad_enabled()
-        return super().__enter__()
+        super().__enter__()
+        self._following = nullcontext() if self.judge is None else following(self.judge)
+        self._following.__enter__()
+        return self
 
     def __exit__(self, *raised: Any) -> None:
+        self._following.__exit__(None, None, None)
         here.looks -= 1
         super().__exit__(*raised)
         watch, grad = self._before
@@ -113,7 +117,19 @@ class CallWatch(TorchFunctionMode):
         """Notes what no call of torch shows of a custom Function: where it begins and ends."""
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        """Makes one call."""
+        """Makes one call, below which nothing of the user's is followed: torch runs there."""
+        if not rests(func):
+            return self._call(func, args, kwargs)
+        before = rest()
+        try:
+            return self._call(func, args, kwargs)
+        except Exception as error:
+            self.failed.append((getattr(func, "__name__", "an operation"), error, user_place()))
+            raise
+        finally:
+            resume(before)
+
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._seen(func, args, kwargs)
 
     def _seen(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
@@ -196,11 +212,8 @@ def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:
     return bool(now) and given.get("running_mean") is not None
 
 
-def is_torchs(function: Any) -> bool:
-    """Whether a function is torch's own: below another's, which it may hand to `__torch_function__`, all may change."""
-    if type(function) is FunctionType:
-        return function.__module__ == "torch" or function.__module__.startswith("torch.")
-    return type(function) in _BUILT_IN
+# Calls below which an operation may raise by its values: found as they are looked at.
+may_fail_calls: set[Any] = set()
 
 
 # -- what the body's Python is told

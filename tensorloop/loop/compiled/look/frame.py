@@ -16,6 +16,7 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.carried_arrays import Arrays
+from tensorloop.loop.compiled.look.judged import judged, refuse_shared
 from tensorloop.loop.compiled.look.known_calls import CallTrail
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
@@ -171,7 +172,19 @@ class Frame:
     # -- the step
 
     def run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
-        """Runs the body once, with all that the loop does around it; `watch` sees the user's part."""
+        """Runs the body once, with all that the loop does around it; `watch` sees the user's part.
+
+        What the body's Python would change that outlives the step is refused before it is done.
+        """
+        calls = watch.watch if isinstance(watch, OperationLog) else watch
+        with judged(calls):
+            results = self._run(watch, carry, row)
+        if isinstance(watch, OperationLog) and watch.writes_given:
+            plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
+            refuse_shared(watch, [results.carry[k] for k in plain], row)
+        return results
+
+    def _run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
         state = list(self.loop.init)
         with watch:
             for k, (i, x) in enumerate(zip(self.places, carry, strict=False)):

@@ -17,9 +17,12 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop.compiler.refused import Signal
 from tensorloop.loop.compiled.look import autocast
-from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, is_torchs
+from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_fail_calls
 from tensorloop.loop.compiled.look.number_read import is_read
+from tensorloop.loop.effects.caught import caught_at
+from tensorloop.loop.effects.known import is_torch_function
 
 MOST_PATHS = 512
 # What says something about a tensor and makes none. What Python makes of it shows in the calls that follow.
@@ -32,8 +35,8 @@ _ALIKE = frozenset({bool, int, str, type(None), type(...), torch.dtype, torch.de
 _ALIKE |= {torch.memory_format}
 
 
-class UnknownCall(BaseException):
-    """A call that no known step makes: the body ends here, whatever exceptions it expects."""
+class UnknownCall(Signal):
+    """A call that no known step makes: the body ends here."""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -58,7 +61,7 @@ class CallTrail(CallWatch):
         self._given = len(self._held)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
 
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+    def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Makes one call, and notes or compares it before. In one piece: it is done at every call."""
         if func in _QUERIES:
             return func(*args, **(kwargs or {}))
@@ -77,8 +80,10 @@ class CallTrail(CallWatch):
                 key.append(name)
                 self._note(key, x)
         self._step(key)
+        if func in may_fail_calls and caught_at() is not None:
+            raise UnknownCall
         if self._known is None:
-            self.tells_all &= is_torchs(func)
+            self.tells_all &= is_torch_function(func)
             out = self._seen(func, args, kwargs)
         elif func in _OF_AUTOGRAD:
             out = self._seen(func, args, kwargs)
@@ -122,7 +127,7 @@ class CallTrail(CallWatch):
             return
         self._known = self._known.get(tuple(key))
         if self._known is None:
-            self._known = {}  # for a body that goes on all the same
+            self._known = {}  # for a body that catches it and goes on all the same
             raise UnknownCall
 
     def _attribute(self, func: Any, args: Any) -> Any:

@@ -88,27 +88,24 @@ class Look:
             known_calls.add(self.frame.root, record.trail, self.key, self.captures)
 
 
-def look(loop: Loop, first: Tensor | None, undo: Callable[[], object]) -> Look:
+def look(loop: Loop, first: Tensor | None) -> Look:
     """Runs the first step of a loop; raises `Refused` where it cannot be compiled.
 
-    `first` is what the condition said before the loop. `undo` takes back what a step did in Python that turned out not
-    to be known, before it runs anew.
+    `first` is what the condition said before the loop.
     """
     _check_arguments(loop, first)
     frame = Frame(loop, first)
     while True:  # each turn learns something of the body
         try:
-            return _recognize(frame, undo) or look_closely(frame)
+            return _recognize(frame) or look_closely(frame)
         except NeedsGradients:
-            undo()
             _need_gradients(frame)
         except Counts as counts:
-            undo()
             loop.counters = counts.found
             frame = Frame(loop, first)
 
 
-def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
+def _recognize(frame: Frame) -> Look | None:
     """Runs the step and compares its calls with those of known steps; None where it is none of them."""
     known = None if frame.arrays.places else known_calls.of(frame.root)
     if known is None or modes():
@@ -125,10 +122,8 @@ def _recognize(frame: Frame, undo: Callable[[], object]) -> Look | None:
                 trail.autograd.end()
         leaf = trail.end(*results.outputs())
     except UnknownCall:
-        undo()
         return None
     if trail.asked_grad:  # what the body would have done with other tensors, its calls do not tell
-        undo()
         return None
     check_gradients(frame, [*carry, *row], results.carry, trail.captures, trail.autograd)
     assert leaf is not None

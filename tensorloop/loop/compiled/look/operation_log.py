@@ -23,10 +23,10 @@ from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.compiler.functions import BEGIN, COMING, END
 from tensorloop.compiler.place import HOST
-from tensorloop.compiler.refused import VALUES, Refused
+from tensorloop.compiler.refused import TRIED, VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
 from tensorloop.loop.compiled.look.autograd_calls import write_cut
-from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, refusal
+from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_fail_calls, refusal
 from tensorloop.loop.compiled.look.draws import DrawOp, Generators, check_draw, draw_op, never_draws
 from tensorloop.loop.compiled.look.number_read import NumberRead
 from tensorloop.loop.compiled.look.operation_traits import (
@@ -46,6 +46,7 @@ from tensorloop.loop.compiled.look.operation_traits import (
     with_numbers,
 )
 from tensorloop.loop.compiled.look.values_read import MOST_NUMBERS, ValuesRead
+from tensorloop.loop.effects.caught import caught_at, may_fail
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
@@ -82,7 +83,9 @@ class OperationLog(OperationMode):
         self._tensors: list[Tensor] = list(arguments)  # held, so that no id comes twice
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
-        self._foreign: set[int] = set()  # the memory of captures
+        self.foreign: set[int] = set()  # the memory of captures
+        self.writes_given = False  # whether the step writes to the memory of its arguments
+        self._memory_given = {storage_of(x) for x in arguments}
         self._cut: set[int] = set()  # what detach() gave, and views of it
         self._empty: set[int] = set()  # memory that empty() gave
         self._moving = set(range(self._given))  # what may be another at each step: arguments, and what is made of them
@@ -117,6 +120,8 @@ class OperationLog(OperationMode):
             return self._read(self.values, func, args, kwargs or {})
         if traits.reason == MARKS:
             return func(*args, **(kwargs or {}))
+        if may_fail(func, args):
+            self._refuse_caught(traits.name)
         if traits.reason is not None and not never_draws(func, args, kwargs):
             if not (self.may_read and traits.reason == READS):
                 raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", CURES[traits.reason])
@@ -172,6 +177,13 @@ class OperationLog(OperationMode):
                 f"a step has more than {MOST_OPERATIONS} operations", "make it a loop of its own inside the step"
             )
         return out
+
+    def _refuse_caught(self, name: str) -> None:
+        """Refuses an operation that may fail at another step, where the body would catch that."""
+        may_fail_calls.add(self.watch.call)
+        if (place := caught_at()) is not None:
+            said = self.watch.said(name)
+            raise Refused(f"{said} may fail by its values at another step, and the body would catch that", TRIED, place)
 
     def _read(self, values: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
         """Tells Python a value: of what no step changes, or a bool."""
@@ -273,7 +285,7 @@ class OperationLog(OperationMode):
     def _check_place(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Refuses places counted from where the memory of an argument begins: a slice of xs lies within xs."""
         offset = offset_of(func, args, kwargs)
-        own = {storage_of(x) for x in self._tensors[: self._given]} | self._foreign
+        own = {storage_of(x) for x in self._tensors[: self._given]} | self.foreign
         self.strided = True
         if offset is not None and storage_of(args[0]) in own:
             raise refusal(
@@ -439,7 +451,7 @@ class OperationLog(OperationMode):
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)
         self.captures[number] = x
-        self._foreign.add(storage_of(x))
+        self.foreign.add(storage_of(x))
         self.key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
         return number
 
@@ -480,9 +492,10 @@ class OperationLog(OperationMode):
             for y in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(y, Tensor):
                     self.writes = True
+                    self.writes_given |= storage_of(y) in self._memory_given
                     if self._moves:
                         self._moving_memory.add(storage_of(y))
-                    if storage_of(y) in self._foreign:
+                    if storage_of(y) in self.foreign:
                         raise refusal(
                             f"{traits.name} writes to a tensor from outside of the body",
                             "put it in the carry, or write to a clone()",

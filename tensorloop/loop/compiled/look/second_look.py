@@ -6,8 +6,6 @@ do so once, or give the same at every step.
 """
 
 import gc
-import random
-import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -20,7 +18,6 @@ from tensorloop._torch.functions import is_custom, is_foreign
 from tensorloop.compiler.refused import FUNCTION, Refused
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look.look import Look, Record, record
-from tensorloop.loop.compiled.look.python_state import PythonState
 
 MOST_LAYOUTS = 4
 _GRADIENTS = "take them for what the body makes: x.detach().requires_grad_()"
@@ -30,15 +27,7 @@ def look_twice(look: Look) -> Trace:
     """Runs the step again and returns its trace, of which a graph can be made; raises `Refused` where that says why."""
     first = look.record
     assert first is not None
-    state = PythonState(look.frame.loop.functions)
-    before = random.getstate(), _numpys_state()
     second = record(look.frame.again(), lines=True, checks=True)
-    if (random.getstate(), _numpys_state()) != before:
-        raise Refused(
-            "the body draws random numbers of Python or NumPy",
-            "draw with torch, or before the loop and give them as xs",
-        )
-    state.check()
     if second.log.course() != first.log.course():
         raise Refused("the body does not do the same at every step", "keep what changes in the carry, as tensors")
     _compare_captures(first, second)
@@ -65,14 +54,6 @@ def compare_flags(look: Look) -> None:
             "what the body does depends on whether a tensor requires a gradient",
             "decide before the loop, by an argument",
         )
-
-
-def _numpys_state() -> Any:
-    numpy = sys.modules.get("numpy")
-    if numpy is None:
-        return None
-    name, keys, *rest = numpy.random.get_state()
-    return name, keys.tobytes(), rest
 
 
 def _compare_captures(first: Record, second: Record) -> None:

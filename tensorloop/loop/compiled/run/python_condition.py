@@ -16,12 +16,14 @@ from tensorloop._common.errors import Misuse
 from tensorloop._torch.overrides import modes, seen
 from tensorloop._torch.versions import Versions
 from tensorloop.compiler.graph import complex_pairs
-from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.refused import STATE, Refused
 from tensorloop.loop import advice
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.frame import CURE_OF_ROWS, ROWS_STOP, code_of
 from tensorloop.loop.compiled.look.look import Look
-from tensorloop.loop.compiled.look.python_state import PythonState
+from tensorloop.loop.effects.follow import following
+from tensorloop.loop.effects.judge import Effect, Judge
+from tensorloop.loop.effects.notes import Paths
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import refill, written_state
@@ -55,9 +57,8 @@ class PythonCondition:
         self.stepped = copy.copy(loop)  # the steps, which know of no condition
         self.stepped.cond = self.stepped.until = None
         self.stepped.may_count = False  # the condition sees the numbers, and nobody knows how many there will be
+        self._paths = Paths()
         self.stepped.functions = tuple(f for f in loop.functions if f.what == "body_fn")
-        self._body = PythonState(self.stepped.functions)
-        self._condition = PythonState([f for f in loop.functions if f.what != "body_fn"])
 
     def begin(self, look: Look) -> None:
         """Takes what the first step was seen to do, which must have changed nothing in Python."""
@@ -66,7 +67,6 @@ class PythonCondition:
                 "random numbers are drawn in a loop of unknown length",
                 "draw them before the loop and index them by the step",
             )
-        self._body.check()
         self._look, self._grad, self._like = look, torch.is_grad_enabled(), look.frame.given()
 
     def __call__(self, state: Sequence[Tensor]) -> bool:
@@ -93,9 +93,26 @@ class PythonCondition:
                 "the condition keeps the carry elsewhere, where it has no gradient", "read it when the loop is over"
             )
         if self._condition.changed():
-            self._body.check()
-        loop.taken += loop.until is not None
+            loop.taken += loop.until is not None
         return self.going
+
+    def _asked(self, ask: Any, tree: Any) -> Any:
+        """What a condition says; the body may read what it changes, and a plan would not see that."""
+        given = tree, *self.loop.context_at(self.loop.taken)
+        if self._paths.all_known():
+            return ask(*given)
+        judge = Judge(paths=self._paths)
+        try:
+            with following(judge):
+                answer = ask(*given)
+        except Effect:
+            answer = None
+        finally:
+            judge.end()
+            self._paths.steps += 1
+        if judge.seen is not None:
+            raise Refused(f"the condition {judge.seen.what}", STATE, judge.seen.place)
+        return answer
 
     def _answer(self, parts: Sequence[Tensor]) -> bool:
         loop = self.loop
@@ -109,7 +126,7 @@ class PythonCondition:
         assert ask is not None
         try:
             with seen():  # a default device, which is the one mode that is on
-                answer = ask(tree, *loop.context_at(loop.taken))
+                answer = self._asked(ask, tree)
             if what == "until" and not loop.taken and loop.stops_rows(answer, carry):
                 raise Refused(ROWS_STOP, CURE_OF_ROWS)
             answer = loop.truth(answer, what)

@@ -1,0 +1,58 @@
+"""Around the user's code of one step that is looked at: what its Python may do is judged, and what was signalled counts."""
+
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
+
+from torch import Tensor
+
+from tensorloop.compiler.refused import STATE, TRIED, Refused, remembered
+from tensorloop.loop.compiled.look.calls import CallWatch
+from tensorloop.loop.compiled.look.operation_log import OperationLog
+from tensorloop.loop.compiled.look.operation_traits import storage_of
+from tensorloop.loop.effects.judge import Effect, Judge
+
+
+class Appeared(Refused):
+    """A step makes what was not there before, or was None: it may be that the first one alone does."""
+
+
+@contextmanager
+def judged(calls: CallWatch) -> Iterator[None]:
+    """The step inside is refused for what its Python does, also where the body has caught the refusal."""
+    judge = calls.judge = Judge()
+    try:
+        with remembered() as signals:
+            try:
+                yield
+            except Effect:
+                pass
+            except Refused:
+                raise
+            except BaseException:
+                if judge.seen is None:
+                    raise
+        if signals:
+            raise signals[0]
+        if (effect := judge.seen) is not None:
+            raise (Appeared if effect.appeared else Refused)(f"the body {effect.what}", STATE, effect.place)
+        went_through = {id(error) for error in judge.raised}
+        for name, error, place in calls.failed:
+            if id(error) in went_through:
+                raise Refused(f"the body catches what {name}() raises", TRIED, place)
+    finally:
+        calls.judge = None
+        calls.failed.clear()
+        judge.raised.clear()
+        judge.end()
+
+
+def refuse_shared(log: OperationLog, carry: Sequence[Tensor], row: Sequence[Tensor]) -> None:
+    """Refuses a step that writes to its carry, where the next carry shares memory: a plan gives each leaf its own."""
+    met = {storage_of(x): "a slice of xs" for x in row} | dict.fromkeys(log.foreign, "a tensor from outside")
+    for x in carry:
+        if (other := met.get(storage_of(x))) is not None:
+            raise Refused(
+                f"the body writes to its carry in place, and the next carry shares memory with {other}",
+                "clone() it in the body",
+            )
+        met[storage_of(x)] = "another leaf of it"

@@ -1,0 +1,250 @@
+"""Whether a call may change what outlives a step: of functions in C by name and by what they are given.
+
+Functions in Python are followed into their frames, so nothing is asked of them here but those of torch that are not.
+"""
+
+import functools
+import sys
+import types
+from typing import Any
+
+from torch import Tensor, nn
+
+from tensorloop.loop.effects import known
+from tensorloop.loop.effects.notes import ELEMENTS, GONE, Notes
+from tensorloop.loop.effects.operands import EMPTY, UNKNOWN, operands
+
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_HARMLESS = frozenset(
+    "itemgetter attrgetter weakref ReferenceType _tuplegetter GenericAlias _GenericAlias TypeVar _SpecialGenericAlias".split()
+)
+_Frame = types.FrameType
+
+
+class Calls:
+    """The part of a judge that is asked of calls."""
+
+    notes: Notes | None
+    is_new: Any
+    owns: Any
+    refuse: Any
+    reads: Any
+    taken: Any
+    number: Any
+    attribute: Any
+    item: Any
+    changes: Any
+    note_dict: Any
+    makes: Any
+    made: dict[int, Any]  # what is known to be new
+
+    def call(self, frame: _Frame, how: tuple[int, tuple[str, ...]]) -> None:
+        n, names = how
+        found = operands(frame, n + 2)
+        if found[0] is EMPTY:  # up to 3.12 NULL lies below the callable
+            f, args = found[1], found[2:]
+        else:  # a method and its object; from 3.13 on also a callable and NULL
+            f, args = found[0], found[2:] if found[1] is EMPTY else found[1:]
+        self.called(frame, f, args, names)
+
+    def call_kw(self, frame: _Frame, n: int) -> None:
+        *found, names = operands(frame, n + 3)
+        args = found[2:] if found[1] is EMPTY else found[1:]
+        self.called(frame, found[0], args, names if isinstance(names, tuple) else ())
+
+    def call_ex(self, frame: _Frame, flags: int) -> None:
+        has_keywords = flags & 1 or sys.version_info >= (3, 14)
+        found = operands(frame, 3 if has_keywords else 2)
+        f_at = operands(frame, len(found) + (sys.version_info >= (3, 13)))[0]
+        args, kwargs = found[-2 if has_keywords else -1], found[-1] if has_keywords else None
+        if type(args) is not tuple:
+            self.taken(frame, args)
+            args = args if type(args) is list else ()
+        kwargs = kwargs if type(kwargs) is dict else {}
+        self.called(frame, f_at, [*args, *kwargs.values()], tuple(kwargs))
+
+    def called(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...] = ()) -> None:  # noqa: C901, PLR0911 - a table
+        """Judges one call; `names` are those of the last of `args`."""
+        kind = type(f)
+        if kind is types.MethodType:
+            return self.called(frame, f.__func__, [f.__self__, *args], names)
+        if kind is types.FunctionType:
+            return self._in_python(frame, f, args)
+        if kind is functools.partial:
+            return self.called(frame, f.func, [*f.args, *args, *f.keywords.values()], (*names, *f.keywords))
+        if kind is functools._lru_cache_wrapper:
+            return None  # its function is followed, and a kept result is what that gave
+        if isinstance(f, type):
+            return self._makes_one(frame, f, args)
+        if isinstance(f, _BUILT_IN):
+            owner = f.__self__
+            if kind is types.BuiltinFunctionType and (owner is None or isinstance(owner, types.ModuleType)):
+                return self._of_module(frame, f, args, names)
+            return self._of(frame, owner, f.__name__, args)
+        if isinstance(f, _DESCRIPTORS):
+            if not args and not issubclass(f.__objclass__, known.PLAIN) and not _is_read(f):
+                return self.refuse(frame, f"hands on {f.__objclass__.__name__}.{f.__name__}")
+            return self._of(frame, args[0], f.__name__, args[1:]) if args else None
+        if known.in_python(kind, "__call__") or known.is_torchs(kind) or kind.__name__ in _HARMLESS:
+            return self._arguments(frame, "", args) if self.notes else None
+        if kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
+            return self._of_numpy(frame, f, args, names)
+        if kind.__module__ == "operator" or kind.__name__ == "methodcaller":
+            return self._methodcaller(frame, f, args)
+        return self.refuse(frame, f"calls {_name_of(f)}, which may change what is outside")
+
+    def _in_python(self, frame: _Frame, f: Any, args: list[Any]) -> None:
+        module, name = f.__module__ or "", f.__name__
+        if not known.is_trusted(module):
+            return
+        self._torchs_state(frame, f"{module}.{name}", name)
+        if name in known.OF_MODULES and args and isinstance(args[0], nn.Module) and not self.is_new(args[0]):
+            same = name in ("train", "eval") and args[0].training is (name == "train" and all(args[1:]))
+            if not same and not isinstance(args[0], (nn.ModuleList, nn.ModuleDict)):
+                self.refuse(frame, f"calls {name}() of a module from outside")
+        elif self.notes:
+            self._arguments(frame, "", args)
+
+    def _torchs_state(self, frame: _Frame, said: str, name: str) -> None:
+        if name in known.TORCHS_STATE or (name in known.SEEDS and self.notes is None):
+            self.refuse(frame, f"calls {said}()")
+
+    def _of_module(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:  # noqa: C901, PLR0912
+        module, name = getattr(f, "__module__", None) or "", f.__name__
+        if module == "builtins":
+            return self._built_in(frame, name, args)
+        if module == "_io" and name == "open":
+            return self.refuse(frame, "calls open()")
+        if module.partition(".")[0] == "torch":
+            self._torchs_state(frame, name, name)
+            return self._arguments(frame, "", args) if self.notes else None
+        if module.startswith(("numpy", "_operator", "_heapq", "_bisect", "_collections")) and name in known.CHANGES_FIRST:
+            method = f"__{name}__" if module == "_operator" else "__setitem__"
+            if name == "setitem" and len(args) == 3:
+                return self.item(frame, *args)
+            return self.changes(frame, args[0], "changes", method)
+        if module.startswith("numpy"):
+            return self._of_numpy(frame, f, args, names)
+        if known.is_pure(module, name):
+            return self._arguments(frame, name, args)
+        return self.refuse(frame, f"calls {module}.{name}()")
+
+    def _built_in(self, frame: _Frame, name: str, args: list[Any]) -> None:
+        if name in ("setattr", "delattr", "next") and not args:
+            return self.refuse(frame, f"hands on {name}")
+        if name in ("setattr", "delattr"):
+            return self.attribute(frame, args[0], args[1], args[2] if len(args) > 2 else GONE)
+        if name == "print" and self.notes is not None:
+            return None
+        if name in known.OUTSIDE:
+            return self.refuse(frame, f"calls {name}()")
+        if name in ("isinstance", "issubclass") and len(args) > 1:
+            self.number(frame, args[0], args[1])
+        elif name == "vars" and args:
+            self.note_dict(args[0])
+        elif name in ("getattr", "hasattr") and len(args) > 1:
+            if args[1] == "__dict__":
+                self.note_dict(args[0])
+            if self.notes:
+                self.reads(frame, args[0], args[1], f"the attribute {args[1]}")
+        elif name == "next" and args:
+            return self._next(frame, args[0])
+        if name == "iter":
+            self.makes(frame) if args and not hasattr(type(args[0]), "__next__") else None
+        return self._arguments(frame, name, args)
+
+    def _next(self, frame: _Frame, x: Any) -> None:
+        if x is UNKNOWN or (not known.in_python(type(x), "__next__") and not self.is_new(x)):
+            self.refuse(frame, f"takes the next of a {type(x).__name__} from outside")
+
+    def _of_numpy(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:
+        """A function of NumPy's: it may write to what it is given as `out`."""
+        outs = list(args[f.nin : len(args) - len(names)]) if hasattr(f, "nin") else []
+        outs += [x for x, name in zip(args[len(args) - len(names) :], names, strict=True) if name == "out"]
+        if f.__name__ in known.CHANGES_FIRST:
+            outs += args[:1]
+        for x in outs:
+            if x is not None and not self.is_new(x):
+                self.changes(frame, x, "writes to")
+        if f.__name__ in known.MAKERS:
+            self.makes(frame)
+        self._arguments(frame, "", args)
+
+    def _methodcaller(self, frame: _Frame, f: Any, args: list[Any]) -> None:
+        _, (name, *given) = f.__reduce__()
+        if args:
+            self._of(frame, args[0], name, given)
+
+    def _makes_one(self, frame: _Frame, kind: Any, args: list[Any]) -> None:
+        """An object of a class is made: it may take from iterators."""
+        if kind is type and len(args) == 1:
+            self.number(frame, args[0], None)
+        elif not known.is_torchs(kind):
+            if kind.__name__ in known.MAKERS:
+                self.makes(frame)
+            if not (kind.__module__ == "_thread" or kind.__name__ in ("SimpleQueue",)):
+                self._arguments(frame, kind.__name__, args)
+
+    def _arguments(self, frame: _Frame, name: str, args: list[Any]) -> None:
+        """What a function in C is given: read, taken from where it is an iterator, called where it calls."""
+        for x in args:
+            self.taken(frame, x) if name else self.reads(frame, x)
+            if name in known.CALLING and callable(x) and not isinstance(x, (types.FunctionType, type)):
+                self.called(frame, x, [])  # C calls C, which no event tells
+
+    def _of(self, frame: _Frame, owner: Any, name: str, args: list[Any]) -> None:  # noqa: C901, PLR0911, PLR0912 - a table
+        """A method in C."""
+        kind = type(owner)
+        if isinstance(owner, Tensor):
+            return self._arguments(frame, "", args) if self.notes else None
+        if isinstance(owner, type):
+            if (owner.__module__ or "").partition(".")[0] == "torch":
+                return None
+            if name in known.MAKERS:
+                self.makes(frame)
+            return self._arguments(frame, name, args)  # dict.fromkeys, int.from_bytes
+        if name in ("__setattr__", "__delattr__"):
+            return self.attribute(frame, owner, args[0], args[1] if len(args) > 1 else GONE)
+        if name == "__getattribute__" and args and args[0] == "__dict__":
+            return self.note_dict(owner)
+        if name == "__setitem__" and len(args) == 2:
+            return self.item(frame, owner, *args)
+        if known.is_torchs(kind):
+            if kind.__name__ == "Generator":
+                self._torchs_state(frame, f"{name}() of a torch.Generator, {name}", name)
+            return None
+        if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
+            return self._arguments(frame, name, args)
+        if self.notes is not None and name in known.WRITES and self.notes.writes(owner, ELEMENTS, 0):
+            return self._arguments(frame, name, args)
+        if name in known.READS[object]:
+            return self.reads(frame, owner)
+        if kind.__name__ == "ContextVar" and name == "get":
+            return self.reads(frame, owner)
+        if any(isinstance(owner, base) and name in names for base, names in known.READS.items()):
+            self.reads(frame, owner)
+            if name in known.MAKERS:
+                self.makes(frame)
+            return self._arguments(frame, name, args)
+        if kind.__module__ == "numpy":
+            return self._of_array(frame, owner, name, args)
+        if kind.__name__ in ("lock", "RLock", "_RLock"):
+            return None
+        if self.owns(owner) or id(owner) in self.made or (kind is types.GeneratorType and self.is_new(owner)):
+            return self._arguments(frame, name, args)
+        return self.refuse(frame, f"calls {name}() of a {kind.__name__} from outside", name == "setdefault")
+
+    def _of_array(self, frame: _Frame, owner: Any, name: str, args: list[Any]) -> None:
+        if name in known.CHANGING_ARRAYS and not self.is_new(owner):
+            self.changes(frame, owner, f"calls {name}() of")
+        elif name in known.MAKERS:
+            self.makes(frame)
+
+
+def _is_read(f: Any) -> bool:
+    return any(issubclass(f.__objclass__, base) and f.__name__ in names for base, names in known.READS.items())
+
+
+def _name_of(f: Any) -> str:
+    return f"a {type(f).__name__}"

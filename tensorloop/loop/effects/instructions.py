@@ -1,0 +1,157 @@
+"""Which instructions of a code are looked at, and by which check: those that may store, call, or read what was stored."""
+
+import dis
+import functools
+from types import CodeType
+from typing import Any, NamedTuple
+
+from tensorloop.loop.effects.operands import handlers, steps_of
+
+_IN_PLACE = "add and floordiv lshift matmul mul mod or pow rshift sub truediv xor".split()
+_ITERATES = frozenset({"GET_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "GET_YIELD_FROM_ITER"})
+_MAKES_DICT = frozenset({"BUILD_MAP", "BUILD_CONST_KEY_MAP"})
+_CALLS = {"CALL": "call", "CALL_KW": "call_kw", "CALL_FUNCTION_EX": "call_ex"}
+_STORES = {
+    "STORE_GLOBAL": "store_global",
+    "DELETE_GLOBAL": "delete_global",
+    "STORE_ATTR": "store_attr",
+    "DELETE_ATTR": "delete_attr",
+    "STORE_SUBSCR": "store_item",
+    "DELETE_SUBSCR": "delete_item",
+    "STORE_SLICE": "store_slice",
+}
+_PUSHES_EXCEPTION = "PUSH_EXC_INFO"
+
+
+class Check(NamedTuple):
+    """What is asked before an instruction: a method of `Judge` and its argument, and whether the top value is new."""
+
+    method: str | None
+    argument: Any
+    after_maker: bool
+
+
+@functools.lru_cache(4096)
+def checks_of(code: CodeType, reads: bool) -> dict[int, Check]:
+    """The checks of a code by offset; `reads` says whether what is read matters, too."""
+    table, follows, keywords = dict[int, Check](), False, ()
+    for i in steps_of(code):
+        if i.opname in ("CACHE", "EXTENDED_ARG", "PRECALL"):
+            continue
+        if i.opname == "KW_NAMES":
+            keywords = i.argval if isinstance(i.argval, tuple) else code.co_consts[i.arg or 0]
+            continue
+        method, argument = _check_of(code, i, reads)
+        if method == "call":
+            argument, keywords = (i.arg, keywords), ()
+        if method is not None or follows:
+            table[i.offset] = Check(method, argument, follows)
+        follows = i.opname in _MAKES_DICT or i.opname in _CALLS
+    return table
+
+
+def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | None, Any]:
+    name = i.opname
+    if name in _STORES:
+        return _STORES[name], i.argval
+    if name in _CALLS:
+        return _CALLS[name], i.arg
+    if name in _MAKES_DICT:
+        return "makes", None
+    if name == "STORE_NAME":
+        is_class_body = "__qualname__" in code.co_names and not code.co_flags & 2
+        return (None, None) if is_class_body else ("store_name", i.argval)
+    if name == "STORE_DEREF" and i.argval in code.co_freevars:
+        return "store_deref", (i.arg, i.argval)
+    if name == "BINARY_OP" and 13 <= (i.arg or 0) < 26:
+        return "in_place", f"__i{_IN_PLACE[(i.arg or 0) - 13]}__"
+    if name in _ITERATES:
+        return "iterates", None
+    if name == "CONTAINS_OP":
+        return "contains", None
+    if name in ("LOAD_ATTR", "LOAD_METHOD"):
+        if i.argval in ("__dict__", "__class__"):
+            return ("gives_dict" if i.argval == "__dict__" else "asks_class"), None
+        return ("read_attr", i.argval) if reads else (None, None)
+    if name == "MATCH_CLASS":
+        return "is_class", None
+    if name in ("BEFORE_WITH", "LOAD_SPECIAL"):
+        return "enters", None
+    if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and i.arg == 26):
+        return "reads_item", None
+    return _read_of(code, i) if reads else (None, None)
+
+
+def _read_of(code: CodeType, i: dis.Instruction) -> tuple[str | None, Any]:
+    if i.opname == "LOAD_GLOBAL":
+        return "read_global", i.argval
+    if i.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and i.argval in code.co_freevars:
+        return "read_deref", (i.arg, i.argval)
+    if i.opname in ("COMPARE_OP", "BINARY_OP"):
+        return "operands", 2
+    if i.opname.startswith(("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF")):
+        return "operands", 1
+    return None, None
+
+
+@functools.lru_cache(4096)
+def begins_at(code: CodeType) -> int:
+    """The offset of RESUME: a generator that runs behind it was begun before."""
+    return next((i.offset for i in steps_of(code) if i.opname == "RESUME"), 0)
+
+
+@functools.lru_cache(4096)
+def blocks_of(code: CodeType) -> frozenset[int]:
+    """Where the paths of a code begin: behind jumps, at their targets, and where the user's `except` clauses begin.
+
+    Not where a `with` or `finally` cleans up and raises on.
+    """
+    steps, found, jumped = steps_of(code), set[int](), True
+    inside = [(target, _last_of(code, target)) for *_, target, _, _ in handlers(code) if kind_of_handler(code, target)]
+    cleans = [(a, b) for a, b in inside if kind_of_handler(code, a) != "except"]
+    cleans += [(x, x) for a, b in cleans if (x := _suppressed(code, a, b)) is not None]
+    for i in steps:
+        if i.opname in ("CACHE", "EXTENDED_ARG"):
+            continue
+        if (jumped or i.is_jump_target) and not any(a <= i.offset <= b for a, b in cleans):
+            found.add(i.offset)
+        jumped = i.opcode in dis.hasjrel or i.opcode in dis.hasjabs or i.opname.startswith(("RETURN_V", "RETURN_C"))
+        jumped |= i.opname in ("RAISE_VARARGS", "RERAISE")
+    return frozenset(found)
+
+
+def _last_of(code: CodeType, target: int) -> int:
+    last = target
+    for i in steps_of(code):
+        if i.offset >= target:
+            last = i.offset
+            if i.opname == "RERAISE":
+                break
+    return last
+
+
+def _suppressed(code: CodeType, start: int, end: int) -> int | None:
+    """Where it goes on when an `__exit__` keeps an exception to itself: with what follows the block, at any rate."""
+    if kind_of_handler(code, start) != "with":
+        return None
+    jumps = (i.argval for i in steps_of(code) if start <= i.offset <= end and i.opname.startswith("POP_JUMP"))
+    return next(jumps, None)
+
+
+@functools.lru_cache(4096)
+def kind_of_handler(code: CodeType, target: int) -> str:
+    """Whose handler begins there: of an "except" clause, of a "with", a "finally", or the interpreter's "cleanup"."""
+    first = True
+    for i in steps_of(code):
+        if i.offset < target:
+            continue
+        if first and i.opname != _PUSHES_EXCEPTION:
+            return "cleanup"
+        first = False
+        if i.opname == "WITH_EXCEPT_START":
+            return "with"
+        if i.opname in ("CHECK_EXC_MATCH", "POP_EXCEPT", "CHECK_EG_MATCH"):
+            return "except"
+        if i.opname == "RERAISE":
+            return "finally"
+    return "except"

@@ -1,0 +1,387 @@
+"""Whether what a step is about to do lasts longer than the step: asked before each instruction that may store or call.
+
+An object is the step's own if the step made it, and it is known to be new if the collector tracks it behind a mark that
+was made when the step began: with the collector at rest, what it tracks in its youngest generation stands in the order
+in which it was made. What it does not track (dicts and arrays of plain numbers) is new where the instruction that made
+it was seen. All else counts as older: that refuses more than it must, and nothing less.
+"""
+
+import collections
+import gc
+import types
+from collections.abc import Iterable
+from typing import Any
+
+from torch import Tensor
+
+from tensorloop._common import pytree
+from tensorloop._common.user_line import UserLine
+from tensorloop.loop.effects import known
+from tensorloop.loop.effects.calls import Calls
+from tensorloop.loop.effects.instructions import Check, begins_at, checks_of
+from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, Notes, Paths
+from tensorloop.loop.effects.operands import EMPTY, UNKNOWN, cell, operands, said
+
+_GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
+_KEYWORDS = 8  # flag of codes that take **kwargs
+_STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
+_COUNTED = {"n": 0, "collects": True}  # judges in all threads: the collector rests while there are any
+
+
+class Effect(BaseException):
+    """A step would change what outlives it. No `except Exception` in the body catches it.
+
+    `appeared` says that there was nothing before in the place of what is set.
+    """
+
+    def __init__(self, what: str, place: UserLine, appeared: bool = False) -> None:
+        super().__init__(what)
+        self.what, self.place, self.appeared = what, place, appeared
+
+
+class Judge(Calls):
+    """Follows one step. `seen` is the first effect, also where the body caught it; `raised` went through its frames.
+
+    With `notes` the step is one of a loop with checkpoints, which may write what no step reads. With `paths` code is
+    followed until all ways through it were.
+    """
+
+    def __init__(self, notes: Notes | None = None, paths: Paths | None = None, given: Iterable[Any] = ()) -> None:
+        self.notes, self.paths = notes, paths
+        self.seen: Effect | None = None
+        self.raised: list[BaseException] = []
+        self.made = dict[int, Any]()  # what is known to be new, held so that no id comes twice
+        self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
+        self._makes: set[int] = set()  # frames whose next instruction finds something new on top
+        self._young: set[int] | None = None
+        self.own(given)
+        if not _COUNTED["n"]:
+            _COUNTED["collects"] = gc.isenabled()
+            gc.disable()
+        _COUNTED["n"] += 1
+        self._mark: Any = []  # tracked: all behind it is new
+
+    def end(self) -> None:
+        """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
+        self.made, self._older_dicts, self._young, self._mark = {}, {}, None, None
+        _COUNTED["n"] -= 1
+        if not _COUNTED["n"] and _COUNTED["collects"]:
+            gc.enable()
+
+    def own(self, trees: Iterable[Any]) -> None:
+        """The containers in these are the step's own: the loop made them."""
+        self.made.update((id(x), x) for tree in trees for x in pytree.nodes(tree))
+
+    # -- frames
+
+    def starts(self, frame: types.FrameType) -> dict[int, Check]:
+        """The checks of a frame that begins or goes on; none where its code is not followed."""
+        code = frame.f_code
+        if known.is_trusted(known.module_of(frame), self.notes is not None):
+            return {}
+        if known.is_of_library(frame, self.notes is not None) or (self.paths is not None and self.paths.knows(code)):
+            return {}
+        if code.co_flags & _GENERATORS and id(frame) not in self.made:
+            if frame.f_lasti > begins_at(code):
+                self.refuse(frame.f_back or frame, f"takes the next of {code.co_name}, a generator begun before")
+            self.made[id(frame)] = frame
+        if code.co_flags & _KEYWORDS:
+            names = frame.f_locals
+            place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
+            found = names.get(code.co_varnames[place])
+            if type(found) is dict:
+                self.made[id(found)] = found
+        return checks_of(code, self.notes is not None)
+
+    def before(self, frame: types.FrameType, check: Check) -> None:
+        """Asks before one instruction."""
+        if check.after_maker and id(frame) in self._makes:
+            self._makes.discard(id(frame))
+            (x,) = operands(frame, 1)
+            self.made[id(x)] = x
+        if check.method is not None:
+            getattr(self, check.method)(frame, check.argument)
+
+    def refuse(self, frame: types.FrameType, what: str, appeared: bool = False) -> None:
+        """Ends the step here, but where a module is imported."""
+        if known.imports(frame):
+            return
+        place = known.users(frame)
+        module = known.module_of(place)
+        if "site-packages" in place.f_code.co_filename and module:
+            what = f"{what}, in {module}"
+        effect = Effect(what, (place.f_code.co_filename, place.f_lineno), appeared)
+        self.seen = self.seen or effect
+        raise effect
+
+    # -- ages
+
+    def is_new(self, x: Any) -> bool:
+        """Whether the step made an object, surely."""
+        if id(x) in self._older_dicts:
+            return False
+        if id(x) in self.made:
+            return True
+        if x is UNKNOWN or not gc.is_tracked(x):
+            return False
+        if self._young is None or id(x) not in self._young:
+            self._young = self._find_young()
+        return id(x) in self._young
+
+    def _find_young(self) -> set[int]:
+        tracked = gc.get_objects(0)
+        try:
+            first = next(i for i in range(len(tracked) - 1, -1, -1) if tracked[i] is self._mark)
+        except StopIteration:  # somebody has run the collector: nothing is known to be new
+            return set()
+        return set(map(id, tracked[first + 1 :]))
+
+    def owns(self, x: Any) -> bool:
+        """Whether what is stored in an object lies in it alone, and the step made it."""
+        return isinstance(x, known.OWNERS) and self.is_new(x)
+
+    def makes(self, frame: types.FrameType, _: Any = None) -> None:
+        """Notes that what the next instruction finds on top is new."""
+        self._makes.add(id(frame))
+
+    # -- stores
+
+    def stores(self, frame: types.FrameType, owner: Any, name: Any, was: Any, value: Any, what: str) -> None:
+        """Judges that `owner`, which is older, gets another value under a name."""
+        if _same(was, value):
+            return
+        if self.notes is not None and owner is not UNKNOWN and self.notes.writes(owner, name, was):
+            return
+        self.refuse(frame, what, was is None or was is GONE)
+
+    def store_name(self, frame: types.FrameType, name: str) -> None:
+        if frame.f_back is not None and known.is_trusted(known.module_of(frame.f_back)):
+            return  # what a library executes, as dataclasses do
+        if frame.f_locals is frame.f_globals:
+            self.store_global(frame, name)
+        elif not self.is_new(frame.f_locals):
+            self.refuse(frame, f"sets {name} where code is executed")
+
+    def store_global(self, frame: types.FrameType, name: str) -> None:
+        (value,) = operands(frame, 1)
+        self.stores(frame, frame.f_globals, name, frame.f_globals.get(name, GONE), value, f"sets the global {name}")
+
+    def delete_global(self, frame: types.FrameType, name: str) -> None:
+        self.refuse(frame, f"deletes the global {name}")
+
+    def store_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
+        i, name = at
+        (value,) = operands(frame, 1)
+        found = cell(frame, i)
+        if found is UNKNOWN:
+            if not _is_made_above(frame, name):
+                self.refuse(frame, f"sets {name}, a variable of its closure")
+        elif not self.is_new(found):
+            self.stores(frame, found, CONTENTS, _contents(found), value, f"sets {name}, a variable of its closure")
+
+    def store_attr(self, frame: types.FrameType, name: str) -> None:
+        value, owner = operands(frame, 2)
+        self.attribute(frame, owner, name, value, 0)
+
+    def delete_attr(self, frame: types.FrameType, name: str) -> None:
+        self.attribute(frame, operands(frame, 1)[0], name, GONE, 0)
+
+    def attribute(self, frame: types.FrameType, owner: Any, name: str, value: Any, depth: int | None = None) -> None:
+        """Judges that an attribute is set, or deleted (`GONE`)."""
+        kind = type(owner)
+        found = known.of_type(kind, name)
+        setter = known.of_type(kind, "__setattr__")
+        if type(found) is property or known.in_python(type(found), "__set__"):
+            return  # its code is followed
+        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType:
+            return  # the log of operations sees it
+        if type(setter) is types.FunctionType and not known.is_trusted(setter.__module__ or ""):
+            return
+        if self.is_new(owner) and not _is_proxy(kind):
+            return
+        held = getattr(owner, "__dict__", None)
+        if id(held) in self.made:  # of an object whose attributes are in the carry
+            return
+        was = held.get(name, GONE) if isinstance(held, dict) else _slot_of(owner, found)
+        if was is GONE and name in (buffers := getattr(owner, "_buffers", None) or {}):
+            was = buffers[name]
+        path = None if depth is None else said(frame, depth)
+        what = f"{path}.{name}" if path else f"{name} of a {kind.__name__} from outside"
+        self.stores(frame, owner, name, was, value, f"sets {what}" if value is not GONE else f"deletes {what}")
+
+    def store_item(self, frame: types.FrameType, _: Any) -> None:
+        value, container, key = operands(frame, 3)
+        self.item(frame, container, key, value)
+
+    def delete_item(self, frame: types.FrameType, _: Any) -> None:
+        self.changes(frame, operands(frame, 2)[0], "deletes an item of", "__delitem__")
+
+    def store_slice(self, frame: types.FrameType, _: Any) -> None:
+        self.changes(frame, operands(frame, 4)[1], "sets items of")
+
+    def item(self, frame: types.FrameType, x: Any, key: Any, value: Any) -> None:
+        """Judges that an item is set."""
+        if type(x) is dict:
+            if frame.f_locals.get("__annotations__") is x and not frame.f_code.co_flags & 2:
+                return  # of a class that is made
+            if not self.owns(x):
+                was, what = _item(x, key), f"sets {_key_said(key)} of a dict from outside"
+                self.stores(frame, x, ("item", key) if _is_plain(key) else ELEMENTS, was, value, what)
+                self.stores(frame, x, SOME, was, value, what)
+            return
+        self.changes(frame, x, "sets an item of")
+
+    def changes(self, frame: types.FrameType, x: Any, how: str, method: str = "__setitem__") -> None:
+        """Judges that an object's elements are others."""
+        kind = type(x)
+        if isinstance(x, Tensor) or known.is_torchs(kind) or known.in_python(kind, method):
+            return
+        if not self.owns(x) and not (id(x) in self.made and not isinstance(x, known.OWNERS)):
+            self.stores(frame, x, ELEMENTS, 0, GONE, f"{how} a {kind.__name__} from outside")
+
+    def in_place(self, frame: types.FrameType, name: str) -> None:
+        left = operands(frame, 2)[0]
+        if isinstance(left, (*known.PLAIN, Tensor)):
+            return
+        if left is UNKNOWN:  # of a number, += stores nothing
+            return
+        method = known.of_type(type(left), name)
+        if method is not None and type(method) is not types.FunctionType:
+            self.changes(frame, left, "changes", name)
+
+    # -- reads: of iterators, and of what steps have written
+
+    def reads(self, frame: types.FrameType, x: Any, name: Any = SOME, what: str = "") -> None:
+        """Judges that a value is read that a step may have written: by default, all elements of a container."""
+        if self.notes and x is not EMPTY and not (self.notes.reads(x, name) and self.notes.reads(x, ELEMENTS)):
+            said_so = what or f"a {type(x).__name__}"
+            self.refuse(frame, f"reads {said_so} to which an earlier step has written")
+
+    def read_global(self, frame: types.FrameType, name: str) -> None:
+        self.reads(frame, frame.f_globals, name, f"the global {name}")
+
+    def read_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
+        if self.notes:
+            self.reads(frame, cell(frame, at[0]), CONTENTS, f"{at[1]}, a variable of its closure,")
+
+    def read_attr(self, frame: types.FrameType, name: str) -> None:
+        if self.notes:
+            self.reads(frame, operands(frame, 1)[0], name, f"the attribute {name}")
+
+    def operands(self, frame: types.FrameType, n: int) -> None:
+        if self.notes:
+            for x in operands(frame, n):
+                self.reads(frame, x)
+
+    def reads_item(self, frame: types.FrameType, _: Any) -> None:
+        container, key = operands(frame, 2)
+        if isinstance(container, collections.defaultdict) and not self.is_new(container):
+            if _item(container, key) is GONE:
+                self.stores(frame, container, SOME, GONE, 0, "makes an item of a defaultdict from outside by reading it")
+            return
+        self.reads(frame, container, ("item", key) if _is_plain(key) else SOME)
+
+    def iterates(self, frame: types.FrameType, _: Any) -> None:
+        self.taken(frame, operands(frame, 1)[0])
+
+    def contains(self, frame: types.FrameType, _: Any) -> None:
+        self.taken(frame, operands(frame, 1)[0])
+        self.operands(frame, 2)
+
+    def taken(self, frame: types.FrameType, x: Any) -> None:
+        """Judges that something is iterated over: an iterator from outside is one further then."""
+        kind = type(x)
+        self.reads(frame, x)
+        if kind in (list, tuple, dict, str, range, set) or x is EMPTY or isinstance(x, Tensor):
+            return
+        if x is UNKNOWN:
+            self.refuse(frame, "iterates over what may be an iterator from outside")
+        if hasattr(kind, "__next__") and not known.in_python(kind, "__next__") and not self.is_new(x):
+            self.refuse(frame, f"takes the next of a {kind.__name__} from outside")
+
+    def gives_dict(self, frame: types.FrameType, _: Any) -> None:
+        self.note_dict(operands(frame, 1)[0])
+
+    def note_dict(self, owner: Any) -> None:
+        """Before `owner.__dict__`: it is as old as its owner."""
+        if not self.is_new(owner):
+            found = getattr(owner, "__dict__", None)
+            if type(found) is dict and id(found) not in self.made:
+                self._older_dicts[id(found)] = found
+
+    # -- types
+
+    def asks_class(self, frame: types.FrameType, _: Any) -> None:
+        self.number(frame, operands(frame, 1)[0], None)
+
+    def is_class(self, frame: types.FrameType, _: Any) -> None:
+        subject, kind, _ = operands(frame, 3)
+        self.number(frame, subject, kind)
+
+    def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:
+        """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
+        stands_for = _STAND_INS.get(type(x).__name__) if type(x).__module__ == "torch" else None
+        if stands_for is None:
+            return
+        try:
+            same = kind is not None and isinstance(x, kind) == issubclass(stands_for, kind)
+        except TypeError:
+            return
+        if not same:
+            self.refuse(frame, "asks for the type of a number that the loop gives")
+
+    def enters(self, frame: types.FrameType, _: Any) -> None:
+        manager = operands(frame, 1)[0]
+        kind = type(manager)
+        if manager is UNKNOWN or (
+            not known.in_python(kind, "__exit__")
+            and not known.is_torchs(kind)
+            and kind.__module__ not in ("_thread", "_io")
+        ):
+            self.refuse(frame, f"enters a {kind.__name__}")
+
+
+def _is_made_above(frame: types.FrameType, name: str) -> bool:
+    """Whether a variable of a closure belongs to a function that runs further up, within the step."""
+    outer = frame.f_back
+    while outer is not None and not known.module_of(outer).startswith("tensorloop."):
+        if name in outer.f_code.co_cellvars and frame.f_code in outer.f_code.co_consts:
+            return True
+        outer = outer.f_back
+    return False
+
+
+def _is_proxy(kind: type) -> bool:
+    return kind.__name__ in ("ProxyType", "CallableProxyType", "weakproxy", "weakcallableproxy")
+
+
+def _slot_of(owner: Any, found: Any) -> Any:
+    try:
+        return found.__get__(owner) if type(found) is types.MemberDescriptorType else GONE
+    except AttributeError:
+        return GONE
+
+
+def _contents(found: types.CellType) -> Any:
+    try:
+        return found.cell_contents
+    except ValueError:
+        return GONE
+
+
+def _item(x: Any, key: Any) -> Any:
+    """An item that is there, found without what a class has of its own; of a strange key nobody knows."""
+    return dict.get(x, key, GONE) if _is_plain(key) else 0
+
+
+def _is_plain(key: Any) -> bool:
+    return type(key) in (str, int, float, bool, bytes, type(None))
+
+
+def _key_said(key: Any) -> str:
+    return f"[{key!r}]" if isinstance(key, (str, int)) else "an item"
+
+
+def _same(a: Any, b: Any) -> bool:
+    kind = type(a)
+    return a is b or (kind is type(b) and kind in (int, float, bool, str) and a == b and repr(a) == repr(b))

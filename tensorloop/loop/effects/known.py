@@ -1,0 +1,162 @@
+"""What is known of code that nobody follows: whose it is, which calls in C change nothing, and which change something.
+
+What stands in no table counts as a change. Names of the standard library, NumPy and torch, each fact once.
+"""
+
+import array
+import collections
+import functools
+import re
+import sys
+import types
+from typing import Any
+
+# Whose Python code is left to those who look at torch's operations, or is known to change nothing that lasts.
+LIBRARIES = frozenset({"torch", "tensorloop", "numpy", "optree", "sympy", "_pytest", "pytest"})
+_NOT_TRUSTED = ("torch.optim", "torch.random", "torch.utils.data", "torch.utils.tensorboard")
+_STANDARD = frozenset(
+    "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib importlib._bootstrap "
+    "importlib._bootstrap_external linecache tokenize operator copyreg _weakrefset collections.abc traceback "
+    "re._compiler re._parser reprlib".split()
+)
+# What only writes, so that loops with checkpoints may do it: no step reads what they note.
+_WRITERS = frozenset({"logging", "tqdm", "warnings"})
+_IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
+
+PLAIN = (int, float, complex, bool, str, bytes, type(None), tuple, frozenset, range, slice)
+OWNERS = (list, dict, set, collections.deque)  # what holds its elements itself; subclasses too
+PURE_KINDS = (
+    *(types.MappingProxyType, types.CodeType, type({}.keys()), type({}.values()), type({}.items()), type(...)),
+    *(types.FunctionType, types.MethodType, type(NotImplemented), property, types.GenericAlias),
+    *(re.Pattern, re.Match, types.UnionType),
+)
+_READS = {
+    list: "copy count index",
+    dict: "copy get items keys values",
+    set: "copy union intersection difference symmetric_difference isdisjoint issubset issuperset",
+    collections.deque: "copy count index",
+    bytearray: "decode hex find count index startswith endswith split strip lower upper copy",
+    array.array: "tolist count index tobytes",
+    object: "__getattribute__ __getitem__ __len__ __contains__ __eq__ __ne__ __hash__ __repr__ __str__ __format__ "
+    "__dir__ __lt__ __le__ __gt__ __ge__ __bool__ __index__ __iter__ __reduce_ex__ __init_subclass__ __sizeof__ "
+    "__class__ __init__ __new__ __enter__ __exit__",
+}
+READS = {kind: frozenset(names.split()) for kind, names in _READS.items()}
+WRITES = frozenset("append extend add write writelines put put_nowait appendleft update insert flush".split())
+
+_BUILT_IN = types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType
+OUTSIDE = frozenset({"print", "input", "open", "exec", "breakpoint"})
+_PURE_MODULES = frozenset(
+    "builtins math cmath _operator _functools itertools _warnings _abc _struct _collections _stat _sre _typing _string "
+    "_json _weakref _codecs".split()
+)
+_PURE_OF = {
+    "posix": "fspath getpid getcwd stat lstat get_terminal_size cpu_count",
+    "nt": "fspath getpid getcwd stat lstat get_terminal_size cpu_count",
+    "sys": "exception _getframemodulename getrefcount getsizeof _getframe intern getrecursionlimit exc_info gettrace",
+    "_thread": "get_ident",
+    "_bisect": "bisect bisect_left bisect_right",
+}
+_PURE_OF = {module: frozenset(names.split()) for module, names in _PURE_OF.items()}
+# Functions that change their first argument.
+CHANGES_FIRST = frozenset(
+    "setitem delitem iadd isub imul iconcat ior iand ixor itruediv ifloordiv imod ipow ilshift irshift imatmul "
+    "heappush heappop heapify heapreplace heappushpop _heapreplace_max _heappop_max _heapify_max "
+    "insort insort_left insort_right _count_elements copyto put place putmask fill_diagonal put_along_axis".split()
+)
+CHANGING_ARRAYS = frozenset(
+    "fill sort put resize itemset partition setfield byteswap setflags __setitem__ __iadd__ __isub__ __imul__ "
+    "__itruediv__ __setstate__".split()
+)
+# Functions in C that call what they are given.
+CALLING = frozenset(
+    "map filter reduce sorted min max accumulate starmap groupby takewhile dropwhile filterfalse iter "
+    "defaultdict sort".split()
+)
+# Calls whose result is new, though the collector does not see it.
+MAKERS = frozenset("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype iter".split())
+
+SEEDS = frozenset("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset".split())
+TORCHS_STATE = frozenset(  # what is torch's own; grad modes are looked at elsewhere
+    "seed seed_all set_default_dtype set_num_threads set_default_device set_default_tensor_type set_deterministic "
+    "use_deterministic_algorithms set_float32_matmul_precision set_printoptions set_anomaly_enabled".split()
+)
+OF_MODULES = frozenset(
+    "train eval to cpu cuda half float double bfloat16 type apply zero_grad requires_grad_ load_state_dict add_module "
+    "register_module register_buffer register_parameter register_forward_hook register_forward_pre_hook "
+    "register_full_backward_hook register_full_backward_pre_hook share_memory to_empty append extend insert pop update "
+    "clear compile set_extra_state set_submodule".split()
+)
+
+
+def module_of(frame: types.FrameType) -> str:
+    """The name of the module whose code a frame runs."""
+    return frame.f_globals.get("__name__") or ""
+
+
+@functools.lru_cache(4096)
+def is_trusted(name: str, writers: bool = False) -> bool:
+    """Whether the code of a module is not followed; `writers` says whether that goes for what only writes."""
+    root = name.partition(".")[0]
+    if name in _STANDARD or (writers and root in _WRITERS):
+        return True
+    return root in LIBRARIES and not name.startswith(_NOT_TRUSTED)
+
+
+def is_of_library(frame: types.FrameType, writers: bool) -> bool:
+    """Whether the standard library runs here for a library that is trusted, as torch's logging does."""
+    at: types.FrameType | None = frame
+    while at is not None and _is_standard(module_of(at)):
+        if writers and module_of(at).partition(".")[0] in _WRITERS:
+            return True
+        at = at.f_back
+    return at is not None and at is not frame and module_of(at).partition(".")[0] in LIBRARIES
+
+
+def imports(frame: types.FrameType | None) -> bool:
+    """Whether a module is imported here: what its code does is done once."""
+    while frame is not None:
+        if module_of(frame) in _IMPORTS:
+            return True
+        frame = frame.f_back
+    return False
+
+
+def users(frame: types.FrameType) -> types.FrameType:
+    """The innermost frame that is neither a trusted library's nor the standard library's."""
+    at: types.FrameType | None = frame
+    while at is not None and (is_trusted(name := module_of(at)) or _is_standard(name)):
+        at = at.f_back
+    return at or frame
+
+
+def _is_standard(name: str) -> bool:
+    return name != "__main__" and name.partition(".")[0] in sys.stdlib_module_names
+
+
+def is_pure(module: str, name: str) -> bool:
+    """Whether a function in C changes nothing but by what it is given."""
+    return module in _PURE_MODULES or name in _PURE_OF.get(module, ()) or name == "_jit_internal"
+
+
+def is_torchs(kind: Any) -> bool:
+    """Whether a type is torch's or this library's, whose objects others look after."""
+    module = kind.__module__ or ""
+    return module.partition(".")[0] in ("torch", "tensorloop") and is_trusted(module)
+
+
+def of_type(kind: type, name: str) -> Any:
+    """An attribute of a type, as it stands in its class."""
+    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
+
+
+def in_python(kind: type, name: str) -> bool:
+    """Whether a method is written in Python, so that its code is followed."""
+    return type(of_type(kind, name)) is types.FunctionType
+
+
+def is_torch_function(function: Any) -> bool:
+    """Whether a function is torch's own: below another's, which it may hand to `__torch_function__`, all may change."""
+    if type(function) is types.FunctionType:
+        return function.__module__ == "torch" or function.__module__.startswith("torch.")
+    return type(function) in _BUILT_IN

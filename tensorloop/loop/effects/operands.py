@@ -1,0 +1,270 @@
+"""The values that an instruction of a running frame is about to use.
+
+CPython keeps them on a stack that no Python code sees. Where the layout of its frames is known, it is read by address:
+CPython 3.11 to 3.13, 64 bit, has `PyFrameObject.f_frame` at byte 24, the stack's height (3.11 alone) at 64 of what that
+points to, local variables from 72 on, and the stack behind them. An import-time test on a frame whose stack is known
+decides. Elsewhere (newer Pythons, free-threaded ones) a value is found by the instruction that pushed it, if that reads a
+variable or an attribute; any other is `UNKNOWN`, which to all who ask is an older object of any type.
+"""
+
+import ctypes
+import dis
+import functools
+import sys
+from types import CellType, CodeType, FrameType
+from typing import Any
+
+_FRAME, _HEIGHT, _LOCALS, _WORD = 24, 64, 72, ctypes.sizeof(ctypes.c_void_p)
+_address, _int, _object = ctypes.c_void_p.from_address, ctypes.c_int.from_address, ctypes.py_object.from_address
+_HEIGHT_IS_WRITTEN = sys.version_info < (3, 12)  # later ones write it for some instructions alone: it is counted then
+_ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
+_ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
+_NO_PUSH = ("STORE_", "DELETE_", "POP_", "JUMP_", "RETURN_", "NOP", "CACHE", "PRECALL", "KW_NAMES", "RESUME", "NOT_TAKEN")
+_TWO = {"LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "LOAD_METHOD"}
+
+
+class _Nothing:
+    def __init__(self, name: str) -> None:
+        self.name = name
+
+    def __repr__(self) -> str:
+        return self.name
+
+
+EMPTY, UNKNOWN = _Nothing("NULL"), _Nothing("UNKNOWN")
+
+
+@functools.lru_cache(4096)
+def steps_of(code: CodeType) -> tuple[dis.Instruction, ...]:
+    """The instructions of a code."""
+    return tuple(dis.get_instructions(code))
+
+
+def operands(frame: FrameType, n: int) -> list[Any]:
+    """The upper n values of the stack, the top one last; NULL is `EMPTY`."""
+    return _read(frame, n) if _reads else _traced_back(frame, n)
+
+
+def cell(frame: FrameType, i: int) -> Any:
+    """What is in a local variable, of a free one the cell; `UNKNOWN` where it cannot be read."""
+    if not _reads:
+        return UNKNOWN
+    where = _address(id(frame) + _FRAME).value + _LOCALS + i * _WORD  # pyright: ignore[reportOptionalOperand]
+    return _object(where).value if _address(where).value else EMPTY
+
+
+def on_stack(frame: FrameType, i: int) -> Any:
+    """Value i of the stack, from below; `UNKNOWN` where it cannot be read."""
+    return cell(frame, _variables(frame.f_code) + i)
+
+
+# -- by address
+
+
+def _read(frame: FrameType, n: int) -> list[Any]:
+    inner: Any = _address(id(frame) + _FRAME).value
+    if _HEIGHT_IS_WRITTEN:
+        end = inner + _LOCALS + _int(inner + _HEIGHT).value * _WORD
+    else:
+        end = inner + _LOCALS + (_variables(frame.f_code) + heights(frame.f_code)[frame.f_lasti]) * _WORD
+    places = range(end - n * _WORD, end, _WORD)
+    return [_object(place).value if _address(place).value else EMPTY for place in places]
+
+
+@functools.lru_cache(4096)
+def _variables(code: CodeType) -> int:
+    return code.co_nlocals + len(set(code.co_cellvars) - set(code.co_varnames)) + len(code.co_freevars)
+
+
+@functools.lru_cache(4096)
+def heights(code: CodeType) -> dict[int, int]:
+    """How many values are on the stack before each instruction: the same on every way there."""
+    steps = steps_of(code)
+    after = {a.offset: b.offset for a, b in zip(steps, steps[1:], strict=False)}
+    at = {i.offset: i for i in steps}
+    found: dict[int, int] = {}
+    todo: list[tuple[int | None, int]] = [(steps[0].offset, 0)]
+    todo += [(target, depth + lasti + 1) for _, _, target, depth, lasti in handlers(code)]
+    while todo:
+        offset, depth = todo.pop()
+        while offset is not None and offset not in found:
+            found[offset], i = depth, at[offset]
+            arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
+            if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs:
+                todo.append((i.argval, depth + dis.stack_effect(i.opcode, arg, jump=True)))
+            if i.opname in _ENDS:
+                break
+            depth += _effect(i, arg)
+            offset = after.get(offset)
+    return found
+
+
+def _effect(i: dis.Instruction, arg: int | None) -> int:
+    if i.opname == "RETURN_GENERATOR":
+        return 1
+    if i.opname == "PRECALL":  # of 3.11: `dis` counts for it what CALL pops
+        return 0
+    if i.opname == "CALL" and sys.version_info < (3, 12):
+        return -(i.arg or 0) - 1
+    return dis.stack_effect(i.opcode, arg, jump=False)
+
+
+@functools.lru_cache(4096)
+def handlers(code: CodeType) -> tuple[tuple[int, int, int, int, int], ...]:
+    """The exception table: (first offset, end, handler, stack's height, whether the last instruction is pushed)."""
+    data, found = iter(code.co_exceptiontable), list[tuple[int, int, int, int, int]]()
+
+    def number() -> int:
+        byte = next(data)
+        value = byte & 63
+        while byte & 64:
+            byte = next(data)
+            value = value << 6 | byte & 63
+        return value
+
+    while True:
+        try:
+            start = number() * 2
+        except StopIteration:
+            return tuple(found)
+        length, target, depth = number() * 2, number() * 2, number()
+        found.append((start, start + length, target, depth >> 1, depth & 1))
+
+
+# -- by the instructions that pushed them
+
+
+def _traced_back(frame: FrameType, n: int) -> list[Any]:
+    steps = steps_of(frame.f_code)
+    k = next(k for k, i in enumerate(steps) if i.offset == frame.f_lasti)
+    return [_value(frame, steps, producer(steps, k, depth)) for depth in reversed(range(n))]
+
+
+def producer(steps: tuple[dis.Instruction, ...], k: int, depth: int) -> int | None:
+    """Which instruction pushed the value that is `depth` below the top before instruction k; None where it is unclear."""
+    while (k := k - 1) >= 0:
+        i = steps[k]
+        if steps[k + 1].is_jump_target or i.opname in _ENDS or i.opcode in dis.hasjrel:
+            return None
+        arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
+        if i.opname == "SWAP":
+            assert arg is not None
+            depth = arg - 1 if depth == 0 else 0 if depth == arg - 1 else depth
+            continue
+        if i.opname == "COPY":
+            assert arg is not None
+            depth = arg - 1 if depth == 0 else depth - 1
+            continue
+        effect = _effect(i, arg)
+        pushed = 0 if i.opname.startswith(_NO_PUSH) else 2 if i.opname in _TWO or _loads_two(i) else 1
+        if depth < pushed:
+            return k if pushed == 1 else None
+        depth += effect * -1
+    return None
+
+
+def _loads_two(i: dis.Instruction) -> bool:
+    """Whether an instruction pushes a callable and NULL, or a method and its object."""
+    named = i.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_SUPER_ATTR")
+    return named and "NULL" in (i.argrepr or "")
+
+
+def _value(frame: FrameType, steps: tuple[dis.Instruction, ...], k: int | None) -> Any:
+    if k is None:
+        return UNKNOWN
+    i = steps[k]
+    if i.opname.startswith("LOAD_CONST"):
+        return i.argval
+    if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) or i.opname == "LOAD_NAME":
+        return frame.f_locals.get(i.argval, UNKNOWN)
+    if i.opname == "LOAD_GLOBAL":
+        return frame.f_globals.get(i.argval, frame.f_builtins.get(i.argval, UNKNOWN))
+    if i.opname == "LOAD_ATTR":
+        owner = _value(frame, steps, producer(steps, k, 0))
+        held = {} if owner is UNKNOWN else getattr(owner, "__dict__", {})
+        return held.get(i.argval, UNKNOWN) if type(held) is dict else UNKNOWN
+    return UNKNOWN
+
+
+def said(frame: FrameType, depth: int) -> str | None:
+    """The value `depth` below the top as the code writes it, `self.config`; None where it is no name."""
+    steps = steps_of(frame.f_code)
+    k = next((k for k, i in enumerate(steps) if i.offset == frame.f_lasti), None)
+    return None if k is None else _said(steps, producer(steps, k, depth))
+
+
+def _said(steps: tuple[dis.Instruction, ...], k: int | None) -> str | None:
+    if k is None:
+        return None
+    i = steps[k]
+    if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")):
+        return str(i.argval)
+    owner = _said(steps, producer(steps, k, 0)) if i.opname == "LOAD_ATTR" else None
+    return owner and f"{owner}.{i.argval}"
+
+
+# -- whether frames are what they are known to be
+
+
+def _works() -> bool:
+    known = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.implementation.name == "cpython"
+    if not known or _WORD != 8 or not getattr(sys, "_is_gil_enabled", lambda: True)():
+        return False
+    holder, value, seen = type("Holder", (), {})(), object(), list[Any]()
+
+    def probe(a: Any, b: Any) -> Any:
+        a.x = b
+        return a, lambda: value
+
+    stores = {i.offset for i in dis.get_instructions(probe) if i.opname == "STORE_ATTR"}
+
+    def look(frame: FrameType) -> None:
+        if frame.f_lasti in stores:
+            seen.extend((*_read(frame, 2), _object_at(frame, 0), type(_object_at(frame, 2))))
+
+    _probed(probe, look, holder, value)
+    return seen == [value, holder, holder, CellType]
+
+
+def _object_at(frame: FrameType, i: int) -> Any:
+    return _object(_address(id(frame) + _FRAME).value + _LOCALS + i * _WORD).value  # pyright: ignore[reportOptionalOperand]
+
+
+def _probed(probe: Any, look: Any, *args: Any) -> None:
+    """Calls `probe`, and `look` with its frame before each of its instructions."""
+    if sys.version_info >= (3, 12):
+        m = sys.monitoring
+        tool = next((i for i in range(6) if m.get_tool(i) is None), None)
+        if tool is None:
+            return
+        m.use_tool_id(tool, "tensorloop's test of frames")
+        m.register_callback(tool, m.events.INSTRUCTION, lambda code, offset: look(sys._getframe(1)))
+        m.set_local_events(tool, probe.__code__, m.events.INSTRUCTION)
+        try:
+            probe(*args)
+        finally:
+            m.set_local_events(tool, probe.__code__, 0)
+            m.register_callback(tool, m.events.INSTRUCTION, None)
+            m.free_tool_id(tool)
+        return
+
+    def local(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "opcode":
+            look(frame)
+        return local
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        if frame.f_code is not probe.__code__:
+            return None
+        frame.f_trace_opcodes = True
+        return local
+
+    before = sys.gettrace()
+    sys.settrace(trace)
+    try:
+        probe(*args)
+    finally:
+        sys.settrace(before)
+
+
+_reads = _works()
