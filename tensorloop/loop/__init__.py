@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
     from tensorloop.loop.counted import fori_loop as fori_loop
     from tensorloop.loop.counted import map as map
+    from tensorloop.loop.effects.follow import pure as pure
     from tensorloop.loop.first_step import first_only as first_only
     from tensorloop.loop.implicit import fixed_point as fixed_point
     from tensorloop.loop.linear import linear_recurrence as linear_recurrence
@@ -39,6 +40,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "loop.compiled.explain": ("Explanation",),
             "loop.associative": ("associative_scan",),
             "loop.linear": ("linear_recurrence",),
+            "loop.effects.follow": ("pure",),
             "loop.first_step": ("first_only",),
             "loop.module_state": ("Carrying", "carrying"),
             "loop.options": ("Condition", "Plan"),

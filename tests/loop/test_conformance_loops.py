@@ -483,8 +483,9 @@ def test_a_state_that_is_changed_in_place_after_the_loop(checkpoints: Any) -> No
     w, init, kept = randn(2), randn(2, seed=1), []
 
     def body(i: int, c: Tensor) -> Tensor:
-        kept.append(rotate(c) * w)
-        return kept[-1]
+        c = rotate(c) * w
+        kept.append(c)
+        return c
 
     true = grad(tl.fori_loop(0, 6, body, init).sum(), w)
     kept.clear()

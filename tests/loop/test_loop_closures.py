@@ -317,12 +317,15 @@ def test_a_name_that_is_rebound_before_backward_raises_or_uses_the_forward_value
     }
     first = linear[0] if kind == "module" else randn(2, seed=1)
     w: Any = tl.TensorArray().append(init * 2) if kind.startswith("array") else first
-    calls = 0
+    calls = list[int]()
+
+    @tl.loop.pure
+    def count() -> None:
+        calls.append(1)
+        assert len(calls) < 100, "endless recursion"
 
     def body(i: int, c: Tensor) -> Tensor:
-        nonlocal calls
-        calls += 1
-        assert calls < 100, "endless recursion"
+        count()
         return rotate(w(c) if kind == "module" else c * (w[0] if kind.startswith("array") else w))
 
     (true,) = grad(tl.fori_loop(0, 4, body, init).sum(), init, retain_graph=True)

@@ -224,7 +224,7 @@ def test_an_argument_kept_for_a_later_step_is_refused() -> None:
         past.append(c)
         return rotate(c) + (past[0] * w).sin()
 
-    with pytest.raises(RuntimeError, match=r"step 1 uses .* kept somewhere else than in the carry"):
+    with pytest.raises(RuntimeError, match=r"the body reads a list to which an earlier step has written"):
         looped(body, randn(2))
 
 

@@ -375,12 +375,15 @@ def test_second_order_by_row(compact: bool, checkpoints: Any) -> None:
     init, w = randn(4, 2), randn(2, seed=1)
     limits = torch.tensor([2, 0, 3, 1])
 
-    calls = 0
+    calls = list[int]()
+
+    @tl.loop.pure
+    def count() -> None:
+        calls.append(1)
+        assert len(calls) < 200, "endless recursion"
 
     def body(carry: Any) -> Any:
-        nonlocal calls
-        calls += 1
-        assert calls < 200, "endless recursion"
+        count()
         return rotate(carry[0]) * w + carry[0].sin(), carry[1], carry[2] + 1
 
     def run(ours: bool) -> list[Tensor]:

@@ -91,12 +91,13 @@ class Captures(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         if self.followed and rests(func):
-            before, self.followed = rest(), False
+            self.followed = False
+            rest()
             try:
                 return self.__torch_function__(func, types, args, kwargs)
             finally:
                 self.followed = True
-                resume(before)
+                resume()
         if here.in_library:
             return func(*args, **(kwargs or _NONE))
         use = self.use

@@ -49,10 +49,11 @@ class Watched:
             self.captures.followed = False
             judge.raised.clear()
             judge.end()
+            self.paths.next(self.notes.news)
             self.notes.next()
-            self.paths.steps += 1
         if (effect := judge.seen) is not None:
             file, line = effect.place
+            self.notes.undo()
             raise Misuse(
                 f"the body {effect.what} ({file}:{line}), and backward runs steps again, with what the last step has "
                 f"left; put it in the carry, or let tl.carrying do so, or give no checkpoints (tl.loop.pure(fn) says "

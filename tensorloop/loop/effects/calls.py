@@ -8,6 +8,7 @@ import sys
 import types
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from tensorloop.loop.effects import known
@@ -19,7 +20,10 @@ _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.C
 _HARMLESS = frozenset(
     "itemgetter attrgetter weakref ReferenceType _tuplegetter GenericAlias _GenericAlias TypeVar _SpecialGenericAlias".split()
 )
+_MOST = 4096
+_TENSOR = Tensor.__mro__[-2]  # the class in C below it
 _Frame = types.FrameType
+_harmless: dict[int, Any] = {}  # what may be called with anything, by id, which they keep
 
 
 class Calls:
@@ -66,6 +70,8 @@ class Calls:
 
     def called(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...] = ()) -> None:  # noqa: C901, PLR0911 - a table
         """Judges one call; `names` are those of the last of `args`."""
+        if id(f) in _harmless and self.notes is None:
+            return None
         kind = type(f)
         if kind is types.MethodType:
             return self.called(frame, f.__func__, [f.__self__, *args], names)
@@ -85,9 +91,11 @@ class Calls:
         if isinstance(f, _DESCRIPTORS):
             if not args and not issubclass(f.__objclass__, known.PLAIN) and not _is_read(f):
                 return self.refuse(frame, f"hands on {f.__objclass__.__name__}.{f.__name__}")
+            if issubclass(f.__objclass__, _TENSOR):
+                _note_harmless(f, f.__name__)
             return self._of(frame, args[0], f.__name__, args[1:]) if args else None
         if known.in_python(kind, "__call__") or known.is_torchs(kind) or kind.__name__ in _HARMLESS:
-            return self._arguments(frame, "", args) if self.notes else None
+            return self._arguments(frame, "", args) if self.notes is not None else None
         if kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
             return self._of_numpy(frame, f, args, names)
         if kind.__module__ == "operator" or kind.__name__ == "methodcaller":
@@ -96,14 +104,14 @@ class Calls:
 
     def _in_python(self, frame: _Frame, f: Any, args: list[Any]) -> None:
         module, name = f.__module__ or "", f.__name__
-        if not known.is_trusted(module):
+        if not known.is_trusted(module) or (args and _is_function(args[0])):
             return
         self._torchs_state(frame, f"{module}.{name}", name)
         if name in known.OF_MODULES and args and isinstance(args[0], nn.Module) and not self.is_new(args[0]):
             same = name in ("train", "eval") and args[0].training is (name == "train" and all(args[1:]))
             if not same and not isinstance(args[0], (nn.ModuleList, nn.ModuleDict)):
                 self.refuse(frame, f"calls {name}() of a module from outside")
-        elif self.notes:
+        elif self.notes is not None:
             self._arguments(frame, "", args)
 
     def _torchs_state(self, frame: _Frame, said: str, name: str) -> None:
@@ -118,7 +126,8 @@ class Calls:
             return self.refuse(frame, "calls open()")
         if module.partition(".")[0] == "torch":
             self._torchs_state(frame, name, name)
-            return self._arguments(frame, "", args) if self.notes else None
+            _note_harmless(f, name)
+            return self._arguments(frame, "", args) if self.notes is not None else None
         if module.startswith(("numpy", "_operator", "_heapq", "_bisect", "_collections")) and name in known.CHANGES_FIRST:
             method = f"__{name}__" if module == "_operator" else "__setitem__"
             if name == "setitem" and len(args) == 3:
@@ -146,7 +155,7 @@ class Calls:
         elif name in ("getattr", "hasattr") and len(args) > 1:
             if args[1] == "__dict__":
                 self.note_dict(args[0])
-            if self.notes:
+            if self.notes is not None:
                 self.reads(frame, args[0], args[1], f"the attribute {args[1]}")
         elif name == "next" and args:
             return self._next(frame, args[0])
@@ -197,9 +206,9 @@ class Calls:
         """A method in C."""
         kind = type(owner)
         if isinstance(owner, Tensor):
-            return self._arguments(frame, "", args) if self.notes else None
+            return self._arguments(frame, "", args) if self.notes is not None else None
         if isinstance(owner, type):
-            if (owner.__module__ or "").partition(".")[0] == "torch":
+            if (owner.__module__ or "").partition(".")[0] == "torch" or _is_function(owner):
                 return None
             if name in known.MAKERS:
                 self.makes(frame)
@@ -214,6 +223,8 @@ class Calls:
             if kind.__name__ == "Generator":
                 self._torchs_state(frame, f"{name}() of a torch.Generator, {name}", name)
             return None
+        if kind in (types.GetSetDescriptorType, types.MemberDescriptorType) and name != "__get__":
+            return self.attribute(frame, args[0], owner.__name__, args[1] if len(args) > 1 else GONE)
         if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
             return self._arguments(frame, name, args)
         if self.notes is not None and name in known.WRITES and self.notes.writes(owner, ELEMENTS, 0):
@@ -242,9 +253,20 @@ class Calls:
             self.makes(frame)
 
 
+def _is_function(x: Any) -> bool:
+    """Whether something is a custom Function, whose code is followed where it runs."""
+    return isinstance(x, type) and issubclass(x, torch.autograd.Function)
+
+
+def _note_harmless(f: Any, name: str) -> None:
+    if name not in known.SEEDS and len(_harmless) < _MOST:
+        _harmless[id(f)] = f
+
+
 def _is_read(f: Any) -> bool:
     return any(issubclass(f.__objclass__, base) and f.__name__ in names for base, names in known.READS.items())
 
 
 def _name_of(f: Any) -> str:
-    return f"a {type(f).__name__}"
+    name = getattr(f, "__name__", None)
+    return f"{name}()" if isinstance(name, str) else f"a {type(f).__name__}"

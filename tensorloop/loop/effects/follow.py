@@ -18,12 +18,15 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import Misuse
+from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.instructions import Check, begins_at, blocks_of, checks_of
 from tensorloop.loop.effects.judge import Effect, Judge
-from tensorloop.loop.effects.operands import steps_of
+from tensorloop.loop.effects.notes import Notes
+from tensorloop.loop.effects.operands import by_code, steps_of
 
 R = TypeVar("R")
+_resting: dict[Any, bool] = {}
 _CALL_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _Followed = list[tuple[Judge, dict[int, Check]]]
 
@@ -31,7 +34,6 @@ _Followed = list[tuple[Judge, dict[int, Check]]]
 class _Here(threading.local):
     judges: tuple[Judge, ...] = ()  # of steps that run in this thread, outermost first
     rests = 0
-    before: Any = None  # the trace function that was there
 
 
 _here = _Here()
@@ -40,19 +42,16 @@ _here = _Here()
 @contextmanager
 def following(judge: Judge) -> Iterator[None]:
     """The user's code that runs inside is followed."""
-    outer, _here.judges = _here.judges, (*_here.judges, judge)
-    rests, _here.rests = _here.rests, 0
-    before = _begin()
+    state = start(judge)
     try:
         yield
     finally:
-        _end(before)
-        _here.judges, _here.rests = outer, rests
+        stop(state)
 
 
 def without_effects(step: Callable[..., R], *given: Any) -> R:
-    """Runs a step that is no real one: what it keeps or changes would be of a fake, so it is refused."""
-    judge = Judge(given=given)
+    """Runs a step that is no real one, and makes everything what it was: what it keeps would be a fake."""
+    judge = Judge(notes=Notes(), given=given)
     try:
         with following(judge):
             return step(*given)
@@ -60,12 +59,21 @@ def without_effects(step: Callable[..., R], *given: Any) -> R:
         raise Misuse(f"the body {effect.what}, so its outputs are not known where there is no step to do") from None
     finally:
         judge.end()
+        judge.notes.undo()
 
 
-@functools.lru_cache(4096)
 def rests(function: Any) -> bool:
     """Whether nothing of the user's runs below a function that a watch of calls sees."""
-    return known.is_torch_function(function) and function not in _CALL_BACK
+    found = _resting.get(function)
+    if found is None:
+        found = _resting[function] = known.is_torch_function(function)
+    return found and (function not in _CALL_BACK or not _has_functions())
+
+
+def _has_functions() -> bool:
+    """Whether there are custom Functions of the user's, whose backward a gradient may run."""
+    kinds = torch.autograd.Function.__subclasses__()
+    return any(not known.is_torchs(kind) or kind.__subclasses__() for kind in kinds)
 
 
 def own(trees: Iterable[Any], holders: Iterable[Any] = ()) -> None:
@@ -86,11 +94,11 @@ def at_rest(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     """Calls a function in which nobody's code is followed."""
     if not _here.judges:
         return function(*args, **kwargs)
-    before = rest()
+    rest()
     try:
         return function(*args, **kwargs)
     finally:
-        resume(before)
+        resume()
 
 
 def pure(fn: Callable[..., R]) -> Callable[..., R]:
@@ -136,38 +144,49 @@ def pure(fn: Callable[..., R]) -> Callable[..., R]:
 # -- Python 3.11
 
 
+_never: dict[int, CodeType] = {}  # codes that are not followed, by id, which they keep
+
+
+@called_eagerly
 def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
+    if id(frame.f_code) in _never:
+        return None
     followed = [(judge, table) for judge in _here.judges if (table := judge.starts(frame))]
     if not followed:
+        if known.is_trusted(known.module_of(frame)):
+            _never[id(frame.f_code)] = frame.f_code
         return None
     frame.f_trace_opcodes, frame.f_trace_lines = True, False
-    return _local_of(*followed[0]) if len(followed) == 1 and followed[0][0].paths is None else _local_of_all(followed)
+    one = len(followed) == 1 and followed[0][0].paths is None
+    return _Frame(followed).local if one else _Frame(followed).local_of_all
 
 
-def _local_of(judge: Judge, table: dict[int, Check]) -> Any:
-    """Follows one frame. It returns None, as 3.11 keeps a function that does: by itself it would be held in a circle."""
-    before, check_at, raised = judge.before, table.get, judge.raised
+@runs_eagerly
+class _Frame:
+    """Follows one frame, by `local`, which is given to the interpreter and is no function of its own to be held by it."""
 
-    def local(frame: FrameType, event: str, arg: Any) -> None:
+    __slots__ = ("before", "check_at", "followed", "raised")
+
+    def __init__(self, followed: _Followed) -> None:
+        (judge, table), *_ = self.followed = followed
+        self.before, self.check_at, self.raised = judge.before, table.get, judge.raised
+
+    def local(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Of a step that is followed by one judge, on every path. 3.11 goes on with a function that returns None."""
         if event == "opcode":
-            check = check_at(frame.f_lasti)
+            check = self.check_at(frame.f_lasti)
             if check is not None:
-                before(frame, check)
+                self.before(frame, check)
         elif event == "exception":
-            raised.append(arg[1])
+            self.raised.append(arg[1])
 
-    return local
-
-
-def _local_of_all(followed: _Followed) -> Any:
-    def local(frame: FrameType, event: str, arg: Any) -> None:
+    def local_of_all(self, frame: FrameType, event: str, arg: Any) -> None:
+        """Of any."""
         if event == "opcode":
-            _before(followed, frame, frame.f_lasti)
+            _before(self.followed, frame, frame.f_lasti)
         elif event == "exception":
-            for judge, _ in followed:
+            for judge, _ in self.followed:
                 judge.raised.append(arg[1])
-
-    return local
 
 
 def _before(followed: _Followed, frame: FrameType, offset: int) -> None:
@@ -189,6 +208,7 @@ def _is_on() -> bool:
     return bool(_here.judges) and not _here.rests
 
 
+@called_eagerly
 def _on_start(code: CodeType, offset: int) -> Any:
     if not _is_on():
         return None
@@ -208,6 +228,7 @@ def _on_start(code: CodeType, offset: int) -> Any:
     return None
 
 
+@called_eagerly
 def _on_instruction(code: CodeType, offset: int) -> Any:
     if _is_on():
         frame = sys._getframe(1)
@@ -218,13 +239,14 @@ def _on_instruction(code: CodeType, offset: int) -> Any:
     return None if asked else sys.monitoring.DISABLE
 
 
-@functools.lru_cache(4096)
+@by_code
 def _first(code: CodeType) -> int:
     """The offset behind RESUME, which every frame comes to."""
     offsets = [i.offset for i in steps_of(code)]
     return offsets[min(offsets.index(begins_at(code)) + 1, len(offsets) - 1)]
 
 
+@called_eagerly
 def _on_raise(code: CodeType, offset: int, error: BaseException) -> None:
     if _is_on():
         for judge, _ in _frames.get(id(sys._getframe(1)), ()):
@@ -252,46 +274,46 @@ def _use_tool() -> None:
 
 if sys.version_info >= (3, 12):
 
-    def _begin() -> Any:
+    def start(judge: Judge) -> Any:
+        """From here on the user's code in this thread is followed."""
         if not _tool:
             _use_tool()
+        state, _here.judges, _here.rests = (_here.judges, _here.rests), (*_here.judges, judge), 0
+        return state
 
-    def _end(before: Any) -> None:
+    def stop(state: Any) -> None:
+        """Ends what `start` began, which gave `state`."""
         judge = _here.judges[-1]
         if _silent and judge.seen is None:
             frame = next(iter(_silent.values()))
             judge.seen = Effect("runs code of which no events come", (frame.f_code.co_filename, frame.f_lineno))
         _silent.clear()
-        if len(_here.judges) == 1:
+        _here.judges, _here.rests = state
+        if not _here.judges:
             _frames.clear()
 
-    def rest() -> Any:
-        """Stops following, until `resume` is given what this returns."""
+    def rest() -> None:
+        """Stops following; to be called in steps that are followed alone."""
         _here.rests += 1
 
-    def resume(before: Any) -> None:
+    def resume() -> None:
         """Goes on."""
         _here.rests -= 1
 
 else:
 
-    def _begin() -> Any:
-        before = sys.gettrace()
+    def start(judge: Judge) -> Any:
+        """From here on the user's code in this thread is followed."""
+        state, _here.judges = (_here.judges, sys.gettrace()), (*_here.judges, judge)
         sys.settrace(_on_call)
-        return before
+        return state
 
-    def _end(before: Any) -> None:
-        judge, now = _here.judges[-1], sys.gettrace()
-        sys.settrace(before)
+    def stop(state: Any) -> None:
+        """Ends what `start` began, which gave `state`."""
+        now = sys.gettrace()
+        sys.settrace(state[1])
+        judge, _here.judges = _here.judges[-1], state[0]
         if now is not _on_call and judge.seen is None and now is not None:  # a debugger was begun in the body, say
             judge.seen = Effect("sets another trace function", ("<unknown>", 0))
 
-    def rest() -> Any:
-        """Stops following, until `resume` is given what this returns."""
-        before = sys.gettrace()
-        sys.settrace(None)
-        return before
-
-    def resume(before: Any) -> None:
-        """Goes on."""
-        sys.settrace(before)
+    rest, resume = functools.partial(sys.settrace, None), functools.partial(sys.settrace, _on_call)

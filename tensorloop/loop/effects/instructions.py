@@ -1,11 +1,10 @@
 """Which instructions of a code are looked at, and by which check: those that may store, call, or read what was stored."""
 
 import dis
-import functools
 from types import CodeType
 from typing import Any, NamedTuple
 
-from tensorloop.loop.effects.operands import handlers, steps_of
+from tensorloop.loop.effects.operands import by_code, handlers, steps_of
 
 _IN_PLACE = "add and floordiv lshift matmul mul mod or pow rshift sub truediv xor".split()
 _ITERATES = frozenset({"GET_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "GET_YIELD_FROM_ITER"})
@@ -24,30 +23,48 @@ _PUSHES_EXCEPTION = "PUSH_EXC_INFO"
 
 
 class Check(NamedTuple):
-    """What is asked before an instruction: a method of `Judge` and its argument, and whether the top value is new."""
+    """What is asked before an instruction: a method of `Judge` and its argument."""
 
     method: str | None
     argument: Any
-    after_maker: bool
+    after_maker: bool  # whether the value on top is new
+    counts: bool  # whether it stores what was counted on from there, as `+=` does
 
 
-@functools.lru_cache(4096)
+@by_code
 def checks_of(code: CodeType, reads: bool) -> dict[int, Check]:
     """The checks of a code by offset; `reads` says whether what is read matters, too."""
     table, follows, keywords = dict[int, Check](), False, ()
-    for i in steps_of(code):
+    counted = set[int]()  # where what is counted on is stored
+    for k, i in enumerate(steps_of(code)):
         if i.opname in ("CACHE", "EXTENDED_ARG", "PRECALL"):
             continue
         if i.opname == "KW_NAMES":
             keywords = i.argval if isinstance(i.argval, tuple) else code.co_consts[i.arg or 0]
             continue
-        method, argument = _check_of(code, i, reads)
+        end = _counts(steps_of(code), k) if reads else None
+        counted.add(-1 if end is None else end)
+        method, argument = _check_of(code, i, reads and end is None)
         if method == "call":
             argument, keywords = (i.arg, keywords), ()
         if method is not None or follows:
-            table[i.offset] = Check(method, argument, follows)
+            table[i.offset] = Check(method, argument, follows, i.offset in counted)
         follows = i.opname in _MAKES_DICT or i.opname in _CALLS
     return table
+
+
+def _counts(steps: tuple[dis.Instruction, ...], k: int) -> int | None:
+    """Where what instruction k reads is stored, if it is counted on and nothing else: `self.calls += 1`."""
+    read, rest = steps[k], [i for i in steps[k + 1 : k + 7] if i.opname not in ("CACHE", "EXTENDED_ARG", "SWAP")]
+    stored = {"BINARY_SUBSCR": "STORE_SUBSCR"}.get(read.opname, read.opname.replace("LOAD_", "STORE_"))
+    counts = (
+        len(rest) > 2
+        and rest[0].opname in ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_FAST_BORROW")
+        and rest[1].opname == "BINARY_OP"
+        and 13 <= (rest[1].arg or 0) < 26
+        and (rest[2].opname, rest[2].argval) == (stored, read.argval)
+    )
+    return rest[2].offset if counts else None
 
 
 def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | None, Any]:
@@ -78,7 +95,7 @@ def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | No
     if name in ("BEFORE_WITH", "LOAD_SPECIAL"):
         return "enters", None
     if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and i.arg == 26):
-        return "reads_item", None
+        return "reads_item", not reads
     return _read_of(code, i) if reads else (None, None)
 
 
@@ -94,19 +111,19 @@ def _read_of(code: CodeType, i: dis.Instruction) -> tuple[str | None, Any]:
     return None, None
 
 
-@functools.lru_cache(4096)
+@by_code
 def begins_at(code: CodeType) -> int:
     """The offset of RESUME: a generator that runs behind it was begun before."""
     return next((i.offset for i in steps_of(code) if i.opname == "RESUME"), 0)
 
 
-@functools.lru_cache(4096)
+@by_code
 def blocks_of(code: CodeType) -> frozenset[int]:
     """Where the paths of a code begin: behind jumps, at their targets, and where the user's `except` clauses begin.
 
     Not where a `with` or `finally` cleans up and raises on.
     """
-    steps, found, jumped = steps_of(code), set[int](), True
+    steps, found, jumped = steps_of(code), set[int](), False
     inside = [(target, _last_of(code, target)) for *_, target, _, _ in handlers(code) if kind_of_handler(code, target)]
     cleans = [(a, b) for a, b in inside if kind_of_handler(code, a) != "except"]
     cleans += [(x, x) for a, b in cleans if (x := _suppressed(code, a, b)) is not None]
@@ -138,7 +155,7 @@ def _suppressed(code: CodeType, start: int, end: int) -> int | None:
     return next(jumps, None)
 
 
-@functools.lru_cache(4096)
+@by_code
 def kind_of_handler(code: CodeType, target: int) -> str:
     """Whose handler begins there: of an "except" clause, of a "with", a "finally", or the interpreter's "cleanup"."""
     first = True

@@ -54,6 +54,7 @@ class Judge(Calls):
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
         self._young: set[int] | None = None
+        self._counts = False  # whether the instruction at hand stores what was counted on from there
         self.own(given)
         if not _COUNTED["n"]:
             _COUNTED["collects"] = gc.isenabled()
@@ -79,7 +80,9 @@ class Judge(Calls):
         code = frame.f_code
         if known.is_trusted(known.module_of(frame), self.notes is not None):
             return {}
-        if known.is_of_library(frame, self.notes is not None) or (self.paths is not None and self.paths.knows(code)):
+        if known.is_of_library(frame, self.notes is not None) or known.imports(frame):
+            return {}
+        if self.paths is not None and self.paths.knows(code):
             return {}
         if code.co_flags & _GENERATORS and id(frame) not in self.made:
             if frame.f_lasti > begins_at(code):
@@ -100,6 +103,7 @@ class Judge(Calls):
             (x,) = operands(frame, 1)
             self.made[id(x)] = x
         if check.method is not None:
+            self._counts = check.counts
             getattr(self, check.method)(frame, check.argument)
 
     def refuse(self, frame: types.FrameType, what: str, appeared: bool = False) -> None:
@@ -129,12 +133,16 @@ class Judge(Calls):
         return id(x) in self._young
 
     def _find_young(self) -> set[int]:
-        tracked = gc.get_objects(0)
-        try:
-            first = next(i for i in range(len(tracked) - 1, -1, -1) if tracked[i] is self._mark)
-        except StopIteration:  # somebody has run the collector: nothing is known to be new
-            return set()
-        return set(map(id, tracked[first + 1 :]))
+        tracked, young = gc.get_objects(0), set[int]()
+        for x in reversed(tracked):
+            if x is self._mark:
+                break
+            young.add(id(x))
+        else:  # somebody has run the collector: nothing is known to be new
+            young.clear()
+        # At once: a tuple that is being built from a generator may have no second owner while it grows.
+        tracked.clear()
+        return young
 
     def owns(self, x: Any) -> bool:
         """Whether what is stored in an object lies in it alone, and the step made it."""
@@ -150,7 +158,7 @@ class Judge(Calls):
         """Judges that `owner`, which is older, gets another value under a name."""
         if _same(was, value):
             return
-        if self.notes is not None and owner is not UNKNOWN and self.notes.writes(owner, name, was):
+        if self.notes is not None and owner is not UNKNOWN and self.notes.writes(owner, name, was, anew=not self._counts):
             return
         self.refuse(frame, what, was is None or was is GONE)
 
@@ -202,7 +210,9 @@ class Judge(Calls):
         held = getattr(owner, "__dict__", None)
         if id(held) in self.made:  # of an object whose attributes are in the carry
             return
-        was = held.get(name, GONE) if isinstance(held, dict) else _slot_of(owner, found)
+        was = held.get(name, GONE) if isinstance(held, (dict, types.MappingProxyType)) else GONE
+        if was is GONE:
+            was = _slot_of(owner, found)
         if was is GONE and name in (buffers := getattr(owner, "_buffers", None) or {}):
             was = buffers[name]
         path = None if depth is None else said(frame, depth)
@@ -253,7 +263,10 @@ class Judge(Calls):
 
     def reads(self, frame: types.FrameType, x: Any, name: Any = SOME, what: str = "") -> None:
         """Judges that a value is read that a step may have written: by default, all elements of a container."""
-        if self.notes and x is not EMPTY and not (self.notes.reads(x, name) and self.notes.reads(x, ELEMENTS)):
+        if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, Tensor)):
+            return
+        of_elements = name is SOME or isinstance(name, tuple)
+        if not (self.notes.reads(x, name) and (not of_elements or self.notes.reads(x, ELEMENTS))):
             said_so = what or f"a {type(x).__name__}"
             self.refuse(frame, f"reads {said_so} to which an earlier step has written")
 
@@ -261,25 +274,25 @@ class Judge(Calls):
         self.reads(frame, frame.f_globals, name, f"the global {name}")
 
     def read_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
-        if self.notes:
+        if self.notes is not None:
             self.reads(frame, cell(frame, at[0]), CONTENTS, f"{at[1]}, a variable of its closure,")
 
     def read_attr(self, frame: types.FrameType, name: str) -> None:
-        if self.notes:
+        if self.notes is not None:
             self.reads(frame, operands(frame, 1)[0], name, f"the attribute {name}")
 
     def operands(self, frame: types.FrameType, n: int) -> None:
-        if self.notes:
+        if self.notes is not None:
             for x in operands(frame, n):
                 self.reads(frame, x)
 
-    def reads_item(self, frame: types.FrameType, _: Any) -> None:
+    def reads_item(self, frame: types.FrameType, counted: bool) -> None:
         container, key = operands(frame, 2)
         if isinstance(container, collections.defaultdict) and not self.is_new(container):
             if _item(container, key) is GONE:
                 self.stores(frame, container, SOME, GONE, 0, "makes an item of a defaultdict from outside by reading it")
-            return
-        self.reads(frame, container, ("item", key) if _is_plain(key) else SOME)
+        elif not counted:
+            self.reads(frame, container, ("item", key) if _is_plain(key) else SOME)
 
     def iterates(self, frame: types.FrameType, _: Any) -> None:
         self.taken(frame, operands(frame, 1)[0])
@@ -356,8 +369,9 @@ def _is_proxy(kind: type) -> bool:
 
 
 def _slot_of(owner: Any, found: Any) -> Any:
+    """What stands in a slot, or else in the class."""
     try:
-        return found.__get__(owner) if type(found) is types.MemberDescriptorType else GONE
+        return found.__get__(owner) if type(found) is types.MemberDescriptorType else GONE if found is None else found
     except AttributeError:
         return GONE
 

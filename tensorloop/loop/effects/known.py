@@ -6,6 +6,7 @@ What stands in no table counts as a change. Names of the standard library, NumPy
 import array
 import collections
 import functools
+import importlib
 import re
 import sys
 import types
@@ -19,8 +20,8 @@ _STANDARD = frozenset(
     "importlib._bootstrap_external linecache tokenize operator copyreg _weakrefset collections.abc traceback "
     "re._compiler re._parser reprlib".split()
 )
-# What only writes, so that loops with checkpoints may do it: no step reads what they note.
-_WRITERS = frozenset({"logging", "tqdm", "warnings"})
+# What only writes or waits, so that loops with checkpoints may do it: no step reads what they note.
+_WRITERS = frozenset({"logging", "tqdm", "warnings", "threading", "concurrent"})
 _IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), tuple, frozenset, range, slice)
@@ -28,7 +29,7 @@ OWNERS = (list, dict, set, collections.deque)  # what holds its elements itself;
 PURE_KINDS = (
     *(types.MappingProxyType, types.CodeType, type({}.keys()), type({}.values()), type({}.items()), type(...)),
     *(types.FunctionType, types.MethodType, type(NotImplemented), property, types.GenericAlias),
-    *(re.Pattern, re.Match, types.UnionType),
+    *(re.Pattern, re.Match, types.UnionType, types.GetSetDescriptorType, types.MemberDescriptorType),
 )
 _READS = {
     list: "copy count index",
@@ -113,8 +114,13 @@ def is_of_library(frame: types.FrameType, writers: bool) -> bool:
     return at is not None and at is not frame and module_of(at).partition(".")[0] in LIBRARIES
 
 
+_imported: Any = getattr(importlib._bootstrap, "_module_locks", True)  # not empty while something is imported
+
+
 def imports(frame: types.FrameType | None) -> bool:
     """Whether a module is imported here: what its code does is done once."""
+    if not _imported:
+        return False
     while frame is not None:
         if module_of(frame) in _IMPORTS:
             return True
@@ -150,6 +156,7 @@ def of_type(kind: type, name: str) -> Any:
     return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
 
 
+@functools.lru_cache(4096)
 def in_python(kind: type, name: str) -> bool:
     """Whether a method is written in Python, so that its code is followed."""
     return type(of_type(kind, name)) is types.FunctionType

@@ -1,10 +1,12 @@
-"""What the steps of a checkpointed loop have written outside of it: right as long as no later step reads it.
+"""What the steps of a checkpointed loop have written outside of it: right as long as no step reads it.
 
 A step that runs again writes the same again, and finds what the last step has left. So what steps only write is no
-matter, and what one makes once, where there was nothing, is found by all others. A later step that reads what an
-earlier one has written is refused.
+matter; what a step reads only after it has written it is the step's own; and what one makes where there was nothing is
+found by all others. Anything else that is both read and written, by whichever steps, is refused.
 """
 
+import copy
+from collections import deque
 from types import CodeType
 from typing import Any
 
@@ -18,62 +20,104 @@ CONTENTS = "its contents"  # of a variable of a closure
 
 
 class Notes:
-    """What has been written by now, by the object and what of it: a name, a key, or one of the words above."""
+    """What has been written and read by now, by the object and what of it: a name, a key, or one of the words above."""
 
     def __init__(self) -> None:
         self.step = 0
+        self.news = False  # whether the step at hand has written what none has before
         self._written: dict[Any, tuple[Any, int, bool]] = {}  # (object, which keeps the id; step; whether it appeared)
-        self._read: set[Any] = set()  # of what appeared, what this step has read
+        self._before: dict[Any, tuple[Any, Any, Any]] = {}  # (object, what of it, what that was)
+        self._read: set[Any] = set()  # before it was written in that step
 
     def next(self) -> None:
         """The step is over."""
         self.step += 1
-        self._read.clear()
+        self.news = False
 
-    def writes(self, owner: Any, name: Any, was: Any) -> bool:
-        """Notes a write; whether it is one that an earlier read of this step has to do with."""
+    def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
+        """Notes a write; whether it is right. `anew` says that it does not depend on what was there."""
         key = id(owner), name
-        if key in self._read:
+        written = self._written.get(key)
+        appears = written is None and (was is None or was is GONE)
+        if key in self._read and not appears:
             return False
-        known = self._written.get(key)
-        appeared = was is None or was is GONE if known is None else known[2] and known[1] == self.step
-        if known is None or name not in (ELEMENTS, SOME):  # what is added to is not written anew
-            self._written[key] = owner, self.step, appeared
+        if written is None:
+            self._before[key] = owner, name, _copied(owner) if name is ELEMENTS else was
+            self.news = True
+        if written is None or (anew and name not in (ELEMENTS, SOME)):
+            self._written[key] = owner, self.step, appears
         return True
 
     def reads(self, owner: Any, name: Any) -> bool:
         """Notes a read; whether it is right."""
         key = id(owner), name
-        known = self._written.get(key)
-        if known is None or known[1] == self.step:
-            return True
-        if known[2]:
+        written = self._written.get(key)
+        if written is None or written[2]:
             self._read.add(key)
-        return known[2]
+            return True
+        return written[1] == self.step
 
-    def __bool__(self) -> bool:
-        return bool(self._written)
+    def undo(self) -> None:
+        """Makes everything what it was before the first step."""
+        for owner, name, was in reversed(self._before.values()):
+            _put_back(owner, name, was)
 
 
-WATCHED = 2  # steps that are followed on every path: the second finds what the first has left
+def _copied(x: Any) -> Any:
+    """The elements of a container; None where it is none that can be filled again."""
+    return copy.copy(x) if isinstance(x, (list, dict, set, deque, bytearray)) else None
+
+
+def _put_back(owner: Any, name: Any, was: Any) -> None:
+    if name is ELEMENTS:
+        if isinstance(owner, (list, bytearray)) and was is not None:
+            owner[:] = was
+        elif was is not None:
+            owner.clear()
+            (owner.extend if isinstance(owner, deque) else owner.update)(was)
+    elif name is CONTENTS:
+        if was is GONE:
+            del owner.cell_contents
+        else:
+            owner.cell_contents = was
+    elif name is not SOME:
+        of_dict = isinstance(name, tuple) or type(owner) is dict
+        key = name[1] if isinstance(name, tuple) else name
+        if was is not GONE:
+            dict.__setitem__(owner, key, was) if of_dict else setattr(owner, key, was)
+        elif of_dict:
+            dict.pop(owner, key, None)
+        elif hasattr(owner, key):
+            delattr(owner, key)
 
 
 class Paths:
-    """Which ways through the user's code were followed: a code of which all were is not followed again."""
+    """Which ways through the user's code were followed: a code of which all were is not followed again.
+
+    Not before a whole step was followed that brought nothing new: it finds what the steps before it have left.
+    """
 
     def __init__(self) -> None:
-        self.steps = 0
-        self._run: dict[CodeType, set[int]] = {}
+        self.news = False  # whether the step at hand has taken a way that none has before
+        self._settled = False  # whether the last step brought nothing new
+        self._run: dict[int, tuple[CodeType, set[int]]] = {}  # by id: a code's hash is slow
 
     def run(self, code: CodeType, offset: int) -> None:
         """Notes the beginning of a way, if it is one."""
         if offset in blocks_of(code):
-            self._run.setdefault(code, set()).add(offset)
+            run = self._run.setdefault(id(code), (code, set()))[1]
+            self.news |= offset not in run
+            run.add(offset)
+
+    def next(self, news: bool = False) -> None:
+        """The step is over; `news` says that it did something else for the first time."""
+        self._settled, self.news = not (self.news or news), False
 
     def knows(self, code: CodeType) -> bool:
         """Whether all ways through a code have been followed."""
-        return self.steps >= WATCHED and len(self._run.get(code, ())) == len(blocks_of(code))
+        known = self._run.get(id(code))
+        return self._settled and (0 if known is None else len(known[1])) == len(blocks_of(code))
 
     def all_known(self) -> bool:
         """Whether that holds of all codes that were met."""
-        return self.steps >= WATCHED and all(map(self.knows, self._run))
+        return self._settled and all(len(run) == len(blocks_of(code)) for code, run in self._run.values())

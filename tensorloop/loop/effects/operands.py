@@ -11,14 +11,18 @@ import ctypes
 import dis
 import functools
 import sys
+from _ctypes import PyObj_FromPtr as _object_at  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
+from collections.abc import Callable
 from types import CellType, CodeType, FrameType
-from typing import Any
+from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _FRAME, _HEIGHT, _LOCALS, _WORD = 24, 64, 72, ctypes.sizeof(ctypes.c_void_p)
-_address, _int, _object = ctypes.c_void_p.from_address, ctypes.c_int.from_address, ctypes.py_object.from_address
+_address, _int = ctypes.c_void_p.from_address, ctypes.c_int.from_address
+_WORDS = tuple(ctypes.c_void_p * n for n in range(300))  # a call has at most 255 arguments on the stack
 _HEIGHT_IS_WRITTEN = sys.version_info < (3, 12)  # later ones write it for some instructions alone: it is counted then
 _ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
 _ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
+_MOST_CODES = 4096
 _NO_PUSH = ("STORE_", "DELETE_", "POP_", "JUMP_", "RETURN_", "NOP", "CACHE", "PRECALL", "KW_NAMES", "RESUME", "NOT_TAKEN")
 _TWO = {"LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "LOAD_METHOD"}
 
@@ -34,7 +38,28 @@ class _Nothing:
 EMPTY, UNKNOWN = _Nothing("NULL"), _Nothing("UNKNOWN")
 
 
-@functools.lru_cache(4096)
+R = TypeVar("R")
+_P = ParamSpec("_P")
+
+
+def by_code(function: Callable[Concatenate[CodeType, _P], R]) -> Callable[Concatenate[CodeType, _P], R]:
+    """Keeps what a function says of codes, by their identity: to hash a code costs more than to run most."""
+    kept: dict[Any, tuple[CodeType, R]] = {}  # which hold the code, so that no id comes twice
+
+    @functools.wraps(function)
+    def kept_of(code: CodeType, *args: _P.args, **kwargs: _P.kwargs) -> R:
+        key = id(code), *args
+        found = kept.get(key)
+        if found is None:
+            if len(kept) >= _MOST_CODES:
+                kept.clear()
+            found = kept[key] = code, function(code, *args, **kwargs)
+        return found[1]
+
+    return kept_of
+
+
+@by_code
 def steps_of(code: CodeType) -> tuple[dis.Instruction, ...]:
     """The instructions of a code."""
     return tuple(dis.get_instructions(code))
@@ -49,8 +74,7 @@ def cell(frame: FrameType, i: int) -> Any:
     """What is in a local variable, of a free one the cell; `UNKNOWN` where it cannot be read."""
     if not _reads:
         return UNKNOWN
-    where = _address(id(frame) + _FRAME).value + _LOCALS + i * _WORD  # pyright: ignore[reportOptionalOperand]
-    return _object(where).value if _address(where).value else EMPTY
+    return _local(frame, i)
 
 
 def on_stack(frame: FrameType, i: int) -> Any:
@@ -61,22 +85,27 @@ def on_stack(frame: FrameType, i: int) -> Any:
 # -- by address
 
 
+def _local(frame: FrameType, i: int) -> Any:
+    inner: Any = _address(id(frame) + _FRAME).value
+    found = _address(inner + _LOCALS + i * _WORD).value
+    return EMPTY if found is None else _object_at(found)
+
+
 def _read(frame: FrameType, n: int) -> list[Any]:
     inner: Any = _address(id(frame) + _FRAME).value
     if _HEIGHT_IS_WRITTEN:
         end = inner + _LOCALS + _int(inner + _HEIGHT).value * _WORD
     else:
         end = inner + _LOCALS + (_variables(frame.f_code) + heights(frame.f_code)[frame.f_lasti]) * _WORD
-    places = range(end - n * _WORD, end, _WORD)
-    return [_object(place).value if _address(place).value else EMPTY for place in places]
+    return [EMPTY if p is None else _object_at(p) for p in _WORDS[n].from_address(end - n * _WORD)[:]]
 
 
-@functools.lru_cache(4096)
+@by_code
 def _variables(code: CodeType) -> int:
     return code.co_nlocals + len(set(code.co_cellvars) - set(code.co_varnames)) + len(code.co_freevars)
 
 
-@functools.lru_cache(4096)
+@by_code
 def heights(code: CodeType) -> dict[int, int]:
     """How many values are on the stack before each instruction: the same on every way there."""
     steps = steps_of(code)
@@ -109,7 +138,7 @@ def _effect(i: dis.Instruction, arg: int | None) -> int:
     return dis.stack_effect(i.opcode, arg, jump=False)
 
 
-@functools.lru_cache(4096)
+@by_code
 def handlers(code: CodeType) -> tuple[tuple[int, int, int, int, int], ...]:
     """The exception table: (first offset, end, handler, stack's height, whether the last instruction is pushed)."""
     data, found = iter(code.co_exceptiontable), list[tuple[int, int, int, int, int]]()
@@ -220,14 +249,10 @@ def _works() -> bool:
 
     def look(frame: FrameType) -> None:
         if frame.f_lasti in stores:
-            seen.extend((*_read(frame, 2), _object_at(frame, 0), type(_object_at(frame, 2))))
+            seen.extend((*_read(frame, 2), _local(frame, 0), type(_local(frame, 2))))
 
     _probed(probe, look, holder, value)
     return seen == [value, holder, holder, CellType]
-
-
-def _object_at(frame: FrameType, i: int) -> Any:
-    return _object(_address(id(frame) + _FRAME).value + _LOCALS + i * _WORD).value  # pyright: ignore[reportOptionalOperand]
 
 
 def _probed(probe: Any, look: Any, *args: Any) -> None:

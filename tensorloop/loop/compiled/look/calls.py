@@ -6,7 +6,6 @@ of the loop: a body may register a hook today and none tomorrow, and its operati
 
 import sys
 from collections.abc import Callable, Sequence
-from contextlib import nullcontext
 from types import FrameType, MethodWrapperType
 from typing import Any, Self
 
@@ -22,7 +21,7 @@ from tensorloop._torch.functions import watch_calls
 from tensorloop._torch.storage import PLAIN as PLAIN
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls
-from tensorloop.loop.effects.follow import following, rest, rests, resume
+from tensorloop.loop.effects.follow import rest, rests, resume, start, stop
 from tensorloop.loop.effects.judge import Judge
 
 _READS = {
@@ -98,12 +97,12 @@ class CallWatch(TorchFunctionMode):
         here.looks += 1
         self._before = watch_calls(self.autograd), torch.is_grad_enabled()
         super().__enter__()
-        self._following = nullcontext() if self.judge is None else following(self.judge)
-        self._following.__enter__()
+        self._followed = None if self.judge is None else start(self.judge)
         return self
 
     def __exit__(self, *raised: Any) -> None:
-        self._following.__exit__(None, None, None)
+        if self._followed is not None:
+            stop(self._followed)
         here.looks -= 1
         super().__exit__(*raised)
         watch, grad = self._before
@@ -118,16 +117,16 @@ class CallWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call, below which nothing of the user's is followed: torch runs there."""
-        if not rests(func):
+        if self.judge is None or not rests(func):
             return self._call(func, args, kwargs)
-        before = rest()
+        rest()
         try:
             return self._call(func, args, kwargs)
         except Exception as error:
             self.failed.append((getattr(func, "__name__", "an operation"), error, user_place()))
             raise
         finally:
-            resume(before)
+            resume()
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         return self._seen(func, args, kwargs)

@@ -92,7 +92,6 @@ class PythonCondition:
             raise Refused(
                 "the condition keeps the carry elsewhere, where it has no gradient", "read it when the loop is over"
             )
-        if self._condition.changed():
             loop.taken += loop.until is not None
         return self.going
 
@@ -109,7 +108,7 @@ class PythonCondition:
             answer = None
         finally:
             judge.end()
-            self._paths.steps += 1
+            self._paths.next()
         if judge.seen is not None:
             raise Refused(f"the condition {judge.seen.what}", STATE, judge.seen.place)
         return answer
