@@ -7,10 +7,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common import pytree
+from tensorloop._common import pytree, user_line
 from tensorloop._common.errors import WrongType
 from tensorloop._common.scope import without_numbers
-from tensorloop._torch.fake import fake_tensors
+from tensorloop._torch.fake import Reads, fake_tensors, quiet_fakes
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.loop.compiled import around
 from tensorloop.loop.compiled.look.python_state import PythonState
@@ -22,13 +22,36 @@ from tensorloop.tensor_array.array import TensorArray
 
 
 def empty_outputs(loop: Loop) -> Any:
-    """ys of no steps: each leaf (0, *F), with the 0 where the steps would be."""
+    """ys of no steps: each leaf (0, *F), with the 0 where the steps would be.
+
+    What the body reads of its inputs is made up. Where it then raises with every bool true, and false, ys is (0,).
+    """
+    around.check_steps(loop.title)
+    failed = ""
+    for reads in Reads(True), Reads(False):
+        try:
+            return _of_one_call(loop, reads)
+        except Exception as error:
+            if not reads.taken:
+                error.add_note(
+                    f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys"
+                )
+                raise
+            failed = f"{type(error).__name__}: {error}"
+    user_line.warn(
+        f"{loop.title} has no steps to do, and ys is torch.empty(0): called on tensors without values, to learn the "
+        f"shapes of ys, the body raised {failed}"
+    )
+    return torch.empty(0)
+
+
+def _of_one_call(loop: Loop, reads: Reads) -> Any:
+    """The outputs as one step on fake tensors has them."""
     assert loop.outputs is not None
     assert loop.slices is not None
     dim = loop.outputs.dim
-    around.check_steps(loop.title)
     before = PythonState(loop.functions)
-    with fake_tensors() as fake, torch.no_grad(), without_numbers():
+    with quiet_fakes(), fake_tensors(reads) as fake, torch.no_grad(), without_numbers():
         state = [_fake(fake, x) for x in loop.init]
         row: list[Any] = []
         for x, d in loop.slices.tensors:
@@ -37,9 +60,6 @@ def empty_outputs(loop: Loop) -> Any:
             row[k] = numbers.start
         try:
             state, y = loop.step(0, state, row)
-        except Exception as error:
-            error.add_note(f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys")
-            raise
         finally:
             before.put_back()  # no step was done: what a body keeps would be a fake
         rows = loop.rows_of_no_steps(state)
