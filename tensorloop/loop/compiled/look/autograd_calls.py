@@ -214,6 +214,11 @@ class _CallOfFunction:
             found = backward(Ctx(vars(self._ctx), saved, needs), *grads)
         except Refused:
             raise
+        except RecursionError:
+            raise self._refused(
+                f"the backward of the custom Function {self._name} comes back to that Function, without end",
+                "write its formula out in backward",
+            ) from None
         except NotImplementedError as error:
             raise self._refused(f"the backward of the custom Function {self._name} uses {error}") from None
         except Exception as error:
@@ -316,11 +321,12 @@ def write_cut(func: Any, args: list[Any], kwargs: Any, first: int, calls: "Autog
     The tensor has new values and its old gradient: what a Function gives whose backward hands on what comes.
     """
     assert calls is not None
-    number, place, old = calls.next(), user_place(), args[0]
+    number, place, old = calls.next(), user_place(), kwargs.get("out", args[0])
     new, result, coming = (Ref(first + k) for k in range(3))
+    given = (args, kwargs | {"out": new}) if "out" in kwargs else ([new, *args[1:]], kwargs)
     return [
         Operation(aten.clone.default, [old], {}, new, place, cut=True),
-        Operation(func, [new, *args[1:]], kwargs, new, place, cut=True),
+        Operation(func, *given, new, place, cut=True),
         Operation(BEGIN, [[new], [old], number, ""], {}, [result], place),
         Operation(COMING, [result, number], {}, coming, place),
         Operation(END, [[old], [coming], [coming], number, False, True], {}, None, place),
