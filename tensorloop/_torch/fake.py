@@ -23,12 +23,7 @@ def fake_tensors(reads: "Reads | None" = None) -> Iterator[Callable[[Tensor], Te
 
     What needs the numbers of a fake raises torch's error, unless `reads` answers.
     """
-    from torch._subclasses.fake_tensor import (
-        DataDependentOutputException,
-        DynamicOutputShapeException,
-        FakeTensor,
-        FakeTensorMode,
-    )
+    from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     with FakeTensorMode() as mode:
 
@@ -40,86 +35,69 @@ def fake_tensors(reads: "Reads | None" = None) -> Iterator[Callable[[Tensor], Te
                     x = x.detach()
             return mode.from_tensor(x)
 
-        unknown = (DataDependentOutputException, DynamicOutputShapeException)
-        with _NothingReal(fake, unknown if reads else (), reads), reads or nullcontext():
+        with _NothingReal(fake, reads), reads or nullcontext():
             yield fake
 
 
 class Reads(TorchFunctionMode):
-    """Answers what a function reads from tensors without numbers, as if they held ones, and counts it.
+    """Answers what a function reads from tensors without numbers, as if they held ones: `taken` reads.
 
-    A bool is `first`, and floats halve from read to read. After many, all are small or large by chance, so that every
-    loop that waits for a value ends.
+    A bool is `first`. After many reads numbers are small or large by chance, so that a loop that waits for one ends.
     """
 
-    MANY, MOST = 100, 10_000
+    MANY, MOST = 100, 20_000
 
     def __init__(self, first: bool) -> None:
         super().__init__()
         self.first, self.taken, self._chance = first, 0, random.Random(0)
 
-    def __torch_function__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Gives out all numbers of a tensor, where memory is read and no operation shows it."""
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Gives out the numbers of a whole tensor, where memory is read and no operation shows it."""
         if func not in (Tensor.numpy, Tensor.__array__, Tensor.__format__, Tensor.tolist):
             return func(*args, **kwargs or {})
-        unknown = hasattr(args[0], "fake_mode")
-        self.taken += unknown
         with torch._C._DisableTorchDispatch():
-            return func(_ones(args[0]) if unknown else args[0], *args[1:], **kwargs or {})
+            return func(self.real(args[0]), *args[1:], **kwargs or {})
 
-    def number(self, dtype: torch.dtype) -> bool | int | float:
-        """The next number that is read."""
-        self.taken += 1
-        if self.taken > self.MOST:
+    def real(self, x: Tensor) -> Tensor:
+        """A tensor with numbers, on the CPU."""
+        self.taken += (unknown := hasattr(x, "fake_mode"))
+        return torch.ones(x.shape, dtype=x.dtype, device="cpu") if unknown else x
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives whose result, or the size of it, depends on numbers."""
+        with torch._C._DisableTorchDispatch():
+            taken = self.taken
+            result = func(*tree_map_only(Tensor, self.real, args), **tree_map_only(Tensor, self.real, kwargs))
+        if isinstance(result, Tensor | tuple | list) or taken == self.taken:
+            return result
+        if taken > self.MOST:
             raise RuntimeError("the body reads tensors without end")
-        if self.taken > self.MANY:
-            few = (0.5**self.MANY, 2.0**self.MANY) if dtype.is_floating_point else (0, self.MANY)
-            return self._chance.choice((False, True) if dtype is torch.bool else few)
-        if dtype is torch.bool:
-            return self.first
-        return 0.5 ** (self.taken - 1) if dtype.is_floating_point else 1
+        kind = type(result)
+        return kind(self._chance.choice((0, self.MOST)) if taken > self.MANY else self.first or kind is not bool)
 
 
-def _ones(x: Tensor) -> Tensor:
-    return torch.ones(x.shape, dtype=x.dtype, device="cpu")
-
-
-_READ = torch.ops.aten._local_scalar_dense.default
-_BOOLS = (torch.ops.aten.equal.default, torch.ops.aten.allclose.default)
+_UNKNOWN = "DataDependentOutputException", "DynamicOutputShapeException"  # of torch._subclasses
 
 
 class _NothingReal(OperationMode):
     """Gives every operation a fake of each real tensor: by itself the mode runs one that meets no fake for real."""
 
-    def __init__(
-        self, fake: Callable[[Tensor], Tensor], unknown: tuple[type[Exception], ...], reads: Reads | None
-    ) -> None:
+    def __init__(self, fake: Callable[[Tensor], Tensor], reads: Reads | None) -> None:
         super().__init__()
-        self._fake, self._unknown, self._reads = fake, unknown, reads
+        self._fake, self._reads = fake, reads
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs one operation on fakes; one that depends on numbers, on ones."""
-        if self._reads and func is _READ:
-            x = args[0]
-            with torch._C._DisableTorchDispatch():
-                return self._reads.number(x.dtype) if hasattr(x, "fake_mode") else func(x)
-        fakes = tree_map_only(Tensor, self._fake, (list(args), kwargs or {}))
+        """Runs one operation on fakes."""
+        positional, named = tree_map_only(Tensor, self._fake, (list(args), kwargs or {}))
         try:
-            return func(*fakes[0], **fakes[1])
-        except self._unknown:
-            if self._reads is None:
+            return func(*positional, **named)
+        except RuntimeError as error:
+            if self._reads is None or type(error).__name__ not in _UNKNOWN:
                 raise
-        if func in _BOOLS:
-            return self._reads.number(torch.bool)
-        self._reads.taken += 1
-        with torch._C._DisableTorchDispatch():
-            ones = tree_map_only(Tensor, _ones, fakes)
-            result = func(*ones[0], **ones[1])
-        device = next(x.device for x in tree_leaves(fakes) if isinstance(x, Tensor))
+        device = next(x.device for x in tree_leaves((positional, named)) if isinstance(x, Tensor))
+        result = self._reads.answer(func, args, kwargs or {})
         return tree_map_only(Tensor, lambda x: self._fake(x).to(device), result)
 
 

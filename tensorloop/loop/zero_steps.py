@@ -33,9 +33,6 @@ def empty_outputs(loop: Loop) -> Any:
             return _of_one_call(loop, reads)
         except Exception as error:
             if not reads.taken:
-                error.add_note(
-                    f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys"
-                )
                 raise
             failed = f"{type(error).__name__}: {error}"
     user_line.warn(
@@ -60,6 +57,9 @@ def _of_one_call(loop: Loop, reads: Reads) -> Any:
             row[k] = numbers.start
         try:
             state, y = loop.step(0, state, row)
+        except Exception as error:
+            error.add_note(f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys")
+            raise
         finally:
             before.put_back()  # no step was done: what a body keeps would be a fake
         rows = loop.rows_of_no_steps(state)

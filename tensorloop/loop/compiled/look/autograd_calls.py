@@ -214,17 +214,13 @@ class _CallOfFunction:
             found = backward(Ctx(vars(self._ctx), saved, needs), *grads)
         except Refused:
             raise
-        except RecursionError:
-            raise self._refused(
-                f"the backward of the custom Function {self._name} comes back to that Function, without end",
-                "write its formula out in backward",
-            ) from None
         except NotImplementedError as error:
             raise self._refused(f"the backward of the custom Function {self._name} uses {error}") from None
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
             said = f"the backward of the custom Function {self._name} raises {type(error).__name__}: {text}"
-            raise self._refused(said, "mend it, or set compile=False") from None
+            cure = "write its formula out" if isinstance(error, RecursionError) else "mend it"
+            raise self._refused(said, f"{cure}, or set compile=False") from None
         found = found if isinstance(found, tuple) else (found,)
         if len(found) < len(given) or any(g is not None for g in found[len(given) :]):
             raise self._refused(
