@@ -1,6 +1,6 @@
 """Bodies in which torch does more than the operation that is written: tangents of zeros, state of modules, groups."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import pytest
@@ -94,16 +94,35 @@ def test_a_function_whose_backward_is_itself() -> None:
         tl.scan(lambda h, x: (Turned.apply(h) + x, None), XS[0].clone().requires_grad_(), XS, compile=True)
 
 
-def test_a_group_of_processes_in_a_body(tmp_path: Any) -> None:
+@pytest.fixture
+def alone(tmp_path: Any) -> Iterator[None]:
+    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
+    yield
+    dist.destroy_process_group()
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_group_of_processes_in_a_body() -> None:
     def body(h: Tensor, x: Tensor) -> Any:
         h = h * 1.5 + x
         dist.all_reduce(h)
         return h, None
 
-    dist.init_process_group("gloo", init_method=f"file://{tmp_path}/meet", rank=0, world_size=1)
-    try:
-        expected = tl.scan(body, XS[0], XS)[0]
-        with pytest.warns(NotCompiledWarning, match=r"all_reduce\(\) takes an object that is no tensor"):
-            assert torch.equal(tl.scan(body, XS[0], XS, compile=True)[0], expected)
-    finally:
-        dist.destroy_process_group()
+    expected = tl.scan(body, XS[0], XS)[0]
+    with pytest.warns(NotCompiledWarning, match=r"all_reduce\(\) takes an object that is no tensor"):
+        assert torch.equal(tl.scan(body, XS[0], XS, compile=True)[0], expected)
+
+
+@pytest.mark.usefixtures("alone")
+def test_a_sharded_module_that_has_not_run_yet() -> None:
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.distributed.fsdp import fully_shard
+
+    linear = nn.Linear(3, 3, dtype=D)
+    expected = tl.scan(lambda h, x: (linear(h).tanh() + x, None), XS[:1], XS)[0].detach()
+    fully_shard(linear, mesh=init_device_mesh("cpu", (1,)))
+    with pytest.warns(NotCompiledWarning, match="the body calls a module of FSDP"):
+        found = tl.scan(lambda h, x: (linear(h).tanh() + x, None), XS[:1], XS, compile=True)[0]
+    torch.testing.assert_close(found, expected)
+    found.sum().backward()
+    assert linear.weight.grad is not None

@@ -19,6 +19,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
@@ -79,6 +80,13 @@ def refusal(reason: str, cure: str) -> Refused:
     return Refused(reason, cure, user_place())
 
 
+def _refuse_sharded(module: Any, args: Any) -> None:
+    """Refuses a module of FSDP before it prepares itself for its first call, which no look may leave half done."""
+    fsdp = sys.modules["torch.distributed.fsdp"]
+    if isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+        raise refusal("the body calls a module of FSDP, which gathers its parameters first", "set compile=False")
+
+
 class CallWatch(TorchFunctionMode):
     """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
 
@@ -92,15 +100,20 @@ class CallWatch(TorchFunctionMode):
     tells_all = True  # whether the calls tell everything that the step does, as far as was seen
     autograd: AutogradCalls | None = None  # what notes custom Functions and gradients in the body
     _before: Any = None
+    _modules: Any = None
 
     def __enter__(self) -> Self:
         """Begins to look."""
         here.looks += 1
         self._before = watch_calls(self.autograd), torch.is_grad_enabled()
+        sharded = "torch.distributed.fsdp" in sys.modules
+        self._modules = register_module_forward_pre_hook(_refuse_sharded) if sharded else None
         return super().__enter__()
 
     def __exit__(self, *raised: Any) -> None:
         here.looks -= 1
+        if self._modules is not None:
+            self._modules.remove()
         super().__exit__(*raised)
         watch, grad = self._before
         watch_calls(watch)
