@@ -18,7 +18,7 @@ from tensorloop._torch.dispatch import OperationMode, tree_leaves, tree_map_only
 
 
 @contextmanager
-def fake_tensors(reads: "Reads | None" = None) -> Iterator[Callable[[Tensor], Tensor]]:
+def fake_tensors(reads: "MadeUpNumbers | None" = None) -> Iterator[Callable[[Tensor], Tensor]]:
     """Inside, no operation computes anything or changes a real tensor; gives the function that makes fakes of those.
 
     What needs the numbers of a fake raises torch's error, unless `reads` answers.
@@ -39,7 +39,7 @@ def fake_tensors(reads: "Reads | None" = None) -> Iterator[Callable[[Tensor], Te
             yield fake
 
 
-class Reads(TorchFunctionMode):
+class MadeUpNumbers(TorchFunctionMode):
     """Answers what a function reads from tensors without numbers, as if they held ones: `taken` reads.
 
     A bool is `first`. After many reads numbers are small or large by chance, so that a loop that waits for one ends.
@@ -82,7 +82,7 @@ _UNKNOWN = "DataDependentOutputException", "DynamicOutputShapeException"  # of t
 class _NothingReal(OperationMode):
     """Gives every operation a fake of each real tensor: by itself the mode runs one that meets no fake for real."""
 
-    def __init__(self, fake: Callable[[Tensor], Tensor], reads: Reads | None) -> None:
+    def __init__(self, fake: Callable[[Tensor], Tensor], reads: MadeUpNumbers | None) -> None:
         super().__init__()
         self._fake, self._reads = fake, reads
 

@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorloop._common import pytree, user_line
 from tensorloop._common.errors import WrongType
 from tensorloop._common.scope import without_numbers
-from tensorloop._torch.fake import Reads, fake_tensors, quiet_fakes
+from tensorloop._torch.fake import MadeUpNumbers, fake_tensors, quiet_fakes
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.loop.compiled import around
 from tensorloop.loop.compiled.look.python_state import PythonState
@@ -28,7 +28,7 @@ def empty_outputs(loop: Loop) -> Any:
     """
     around.check_steps(loop.title)
     failed = ""
-    for reads in Reads(True), Reads(False):
+    for reads in MadeUpNumbers(True), MadeUpNumbers(False):
         try:
             return _of_one_call(loop, reads)
         except Exception as error:
@@ -42,7 +42,7 @@ def empty_outputs(loop: Loop) -> Any:
     return torch.empty(0)
 
 
-def _of_one_call(loop: Loop, reads: Reads) -> Any:
+def _of_one_call(loop: Loop, reads: MadeUpNumbers) -> Any:
     """The outputs as one step on fake tensors has them."""
     assert loop.outputs is not None
     assert loop.slices is not None
