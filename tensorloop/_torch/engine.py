@@ -6,7 +6,8 @@ the arguments here are known to be right. Private names of torch, tried with 2.1
 """
 
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -32,25 +33,17 @@ def spare_hooks(inputs: Sequence[Any], grads: Sequence[Any]) -> None:
     """
     for x, grad in zip(inputs, grads, strict=True):
         if grad is None and isinstance(x, Tensor):
-            had = _grad_of(x) if x.is_leaf else None
-            told: Any = (x._backward_hooks, None), (x._post_accumulate_grad_hooks, had)
+            told: Any = (x._backward_hooks, None), (x._post_accumulate_grad_hooks, x.is_leaf and _grad_of(x))
             for hooks, before in told:
                 for key, hook in (hooks or {}).items():
-                    if not isinstance(hook, _Spared):
-                        hooks[key] = _Spared(hooks, key, hook, before)
+                    if getattr(hook, "func", None) is not _spared:
+                        hooks[key] = partial(_spared, hooks, key, hook, before)
 
 
-class _Spared(NamedTuple):
-    """A hook that is not called the next time, if there is no gradient then, or the leaf has the one that it had."""
-
-    hooks: Any
-    key: int
-    hook: Any
-    before: Any
-
-    def __call__(self, x: Tensor | None) -> Any:
-        self.hooks[self.key] = self.hook
-        return None if x is None or (self.before is not None and _grad_of(x) == self.before) else self.hook(x)
+def _spared(hooks: Any, key: int, hook: Any, before: Any, x: Tensor | None) -> Any:
+    """A hook that is not called this time if there is no gradient, or if the leaf x has the one that it had before."""
+    hooks[key] = hook
+    return None if x is None or (before is not None and _grad_of(x) == before) else hook(x)
 
 
 def _grad_of(x: Tensor) -> tuple[Any, ...]:

@@ -100,7 +100,6 @@ class CallWatch(TorchFunctionMode):
     tells_all = True  # whether the calls tell everything that the step does, as far as was seen
     autograd: AutogradCalls | None = None  # what notes custom Functions and gradients in the body
     _before: Any = None
-    _modules: Any = None
 
     def __enter__(self) -> Self:
         """Begins to look."""

@@ -80,10 +80,8 @@ class OperationTraits:
 
     def says_nothing(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
         """Whether no value comes of it: it is for a profiler, or has a shape alone, as a tangent of zeros may."""
-        device = (kwargs or {}).get("device")
-        if device is None and args and isinstance(args[0], Tensor):
-            device = args[0].device
-        return self.reason == MARKS or device == _META
+        at = args[0].device if args and isinstance(args[0], Tensor) else None
+        return self.reason == MARKS or (kwargs or {}).get("device", at) == _META
 
     def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that the operation writes to."""

@@ -250,10 +250,7 @@ class Looped(torch.autograd.Function):
         """Runs the loop backward."""
         run: RunAtOnce = ctx.run
         n = len(run.plan.step.inputs)
-        if all(g is None for g in grads):
-            found: Sequence[Any] = [None] * n
-        else:
-            found = _gradients(run, ctx.saved_tensors, n, grads)
+        found = [None] * n if all(g is None for g in grads) else _gradients(run, ctx.saved_tensors, n, grads)
         spare_hooks(ctx.saved_tensors[:n], found)
         return (None, *found)
 
