@@ -20,7 +20,7 @@ _DRAWS = "draws random numbers"
 _CHECKS = "raises where a value is not as it should be"
 MARKS = "marks a part of a program for a profiler"
 _OWN = "is an operation of its own that writes to its arguments"
-_OBJECT = "takes an object that is no tensor, such as a group of processes"
+_OBJECT = "takes an object that is no tensor: a group of processes, or packed weights"
 CURES = {
     READS: VALUES,
     _SHAPES: "torch.where(mask, x, 0) and masked sums keep the shape",
@@ -107,7 +107,7 @@ def traits_of(func: Any) -> OperationTraits:
         reason = _OWN
     elif func.namespace == "profiler":
         reason = MARKS
-    elif "__torch__.torch.classes" in str(schema):
+    elif "torch.classes" in str(schema):
         reason = _OBJECT
     fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
