@@ -15,12 +15,13 @@ from tensorloop._torch import transforms
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
 
-_PER_ELEMENT = {
-    "index": "; under vmap read several with gather()",
-    "lower": "; use while_loop and carry the number, where each element stops on its own",
-    "upper": "; use while_loop with the bound in cond_fn, where each element stops on its own",
-    "length": "; use while_loop with the length in cond_fn, where each element stops on its own",
-    "max_steps": "; carry a count, and let cond_fn compare it",
+_EACH = "by a bool for each row (under vmap for each element), which then stops on its own"
+_SEVERAL = {
+    "index": "; use gather() or scatter() for several slots",
+    "lower": f"; use while_loop with the number in the carry, and end it {_EACH}",
+    "upper": f"; use while_loop with the bound in cond_fn, and end it {_EACH}",
+    "length": f"; use while_loop with the length in cond_fn, and end it {_EACH}",
+    "max_steps": f"; carry a count, and let cond_fn end the loop {_EACH}",
 }
 
 
@@ -30,8 +31,8 @@ def as_int(i: SupportsIndex, what: str = "index") -> int:
         return i
     bad = isinstance(i, bool) or (isinstance(i, Tensor) and (i.dim() != 0 or i.dtype not in INTEGERS))
     if isinstance(i, Tensor) and transforms.is_batched(i):
-        raise WrongType(f"{what} is batched by vmap, but is one number for all elements{_PER_ELEMENT.get(what, '')}")
-    hint = "; use gather() or scatter() for several slots" if isinstance(i, Tensor) and i.dim() else ""
+        raise WrongType(f"{what} is batched by vmap, but is one number for all elements{_SEVERAL.get(what, '')}")
+    hint = _SEVERAL.get(what, "") if isinstance(i, Tensor) and i.dim() else ""
     if not bad:
         try:
             return operator.index(i)

@@ -6,6 +6,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 _COMMON = {  # an argument of ours -> what others call it
+    "init": "carried_inputs loop_vars initializer outputs_info",
+    "body_fn": "f fn body combine_fn",
+    "fn": "f combine_fn",
+    "cond_fn": "cond",
+    "compile": "unroll parallel_iterations jit",
     "dim": "axis axes batch_first time_major",
     "checkpoints": "checkpoint kind remat use_checkpoint",
     "length": "n num_steps num_iterations steps T max_length sequence_length len",

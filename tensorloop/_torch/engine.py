@@ -6,6 +6,7 @@ the arguments here are known to be right. Private names of torch, tried with 2.1
 """
 
 from collections.abc import Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,3 +24,27 @@ def gradients(
     if not inputs:
         return ()
     return _run(tuple(outputs), tuple(grads), keep, False, tuple(inputs), True, accumulate_grad=False)
+
+
+def spare_hooks(inputs: Sequence[Any], grads: Sequence[Any]) -> None:
+    """Where a node gives None for an input, no hook of that tensor is called, unless a gradient comes from elsewhere.
+
+    Autograd would call them, with None. A plain loop has no path there, and calls none.
+    """
+    for x, grad in zip(inputs, grads, strict=True):
+        if grad is None and isinstance(x, Tensor):
+            told: Any = (x._backward_hooks, None), (x._post_accumulate_grad_hooks, x.is_leaf and _grad_of(x))
+            for hooks, before in told:
+                for key, hook in (hooks or {}).items():
+                    if getattr(hook, "func", None) is not _spared:
+                        hooks[key] = partial(_spared, hooks, key, hook, before)
+
+
+def _spared(hooks: Any, key: int, hook: Any, before: Any, x: Tensor | None) -> Any:
+    """A hook that is not called this time if there is no gradient, or if the leaf x has the one that it had before."""
+    hooks[key] = hook
+    return None if x is None or (before is not None and _grad_of(x) == before) else hook(x)
+
+
+def _grad_of(x: Tensor) -> tuple[Any, ...]:
+    return (None, 0) if x.grad is None else (id(x.grad), x.grad._version)

@@ -5,19 +5,24 @@ second or so, so it is imported only then.
 """
 
 import logging
+import random
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.overrides import TorchFunctionMode
 
-from tensorloop._torch.dispatch import OperationMode, tree_map_only
+from tensorloop._torch.dispatch import OperationMode, tree_leaves, tree_map_only
 
 
 @contextmanager
-def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
-    """Inside, no operation computes anything or changes a real tensor; gives the function that makes fakes of those."""
+def fake_tensors(reads: "MadeUpNumbers | None" = None) -> Iterator[Callable[[Tensor], Tensor]]:
+    """Inside, no operation computes anything or changes a real tensor; gives the function that makes fakes of those.
+
+    What needs the numbers of a fake raises torch's error, unless `reads` answers.
+    """
     from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
     with FakeTensorMode() as mode:
@@ -30,23 +35,70 @@ def fake_tensors() -> Iterator[Callable[[Tensor], Tensor]]:
                     x = x.detach()
             return mode.from_tensor(x)
 
-        with _NothingReal(fake):
+        with _NothingReal(fake, reads), reads or nullcontext():
             yield fake
+
+
+class MadeUpNumbers(TorchFunctionMode):
+    """Answers what a function reads from tensors without numbers, as if they held ones: `taken` reads.
+
+    A bool is `first`. After many reads numbers are small or large by chance, so that a loop that waits for one ends.
+    """
+
+    MANY, MOST = 100, 20_000
+
+    def __init__(self, first: bool) -> None:
+        super().__init__()
+        self.first, self.taken, self._chance = first, 0, random.Random(0)
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """Gives out the numbers of a whole tensor, where memory is read and no operation shows it."""
+        if func not in (Tensor.numpy, Tensor.__array__, Tensor.__format__, Tensor.tolist):
+            return func(*args, **kwargs or {})
+        with torch._C._DisableTorchDispatch():
+            return func(self.real(args[0]), *args[1:], **kwargs or {})
+
+    def real(self, x: Tensor) -> Tensor:
+        """A tensor with numbers, on the CPU."""
+        self.taken += (unknown := hasattr(x, "fake_mode"))
+        return torch.ones(x.shape, dtype=x.dtype, device="cpu") if unknown else x
+
+    def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
+        """What an operation gives whose result, or the size of it, depends on numbers."""
+        with torch._C._DisableTorchDispatch():
+            taken = self.taken
+            result = func(*tree_map_only(Tensor, self.real, args), **tree_map_only(Tensor, self.real, kwargs))
+        if isinstance(result, Tensor | tuple | list) or taken == self.taken:
+            return result
+        if taken > self.MOST:
+            raise RuntimeError("the body reads tensors without end")
+        kind = type(result)
+        return kind(self._chance.choice((0, self.MOST)) if taken > self.MANY else self.first or kind is not bool)
+
+
+_UNKNOWN = "DataDependentOutputException", "DynamicOutputShapeException"  # of torch._subclasses
 
 
 class _NothingReal(OperationMode):
     """Gives every operation a fake of each real tensor: by itself the mode runs one that meets no fake for real."""
 
-    def __init__(self, fake: Callable[[Tensor], Tensor]) -> None:
+    def __init__(self, fake: Callable[[Tensor], Tensor], reads: MadeUpNumbers | None) -> None:
         super().__init__()
-        self._fake = fake
+        self._fake, self._reads = fake, reads
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Runs one operation on fakes."""
         positional, named = tree_map_only(Tensor, self._fake, (list(args), kwargs or {}))
-        return func(*positional, **named)
+        try:
+            return func(*positional, **named)
+        except RuntimeError as error:
+            if self._reads is None or type(error).__name__ not in _UNKNOWN:
+                raise
+        device = next(x.device for x in tree_leaves((positional, named)) if isinstance(x, Tensor))
+        result = self._reads.answer(func, args, kwargs or {})
+        return tree_map_only(Tensor, lambda x: self._fake(x).to(device), result)
 
 
 def empty_fakes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:

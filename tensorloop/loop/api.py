@@ -169,8 +169,8 @@ def scan(
             `until`.
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward. K keeps at most K
             carries and runs the steps between them again in backward.
-        compile: a `tl.loop.Compile`. True compiles the loop to machine code, on the CPU only; results are the same up
-            to rounding, and `tl.explain` says what became of it. False (default) runs eagerly.
+        compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
+            Results are the same up to rounding, and `tl.explain` says what became of it. False (default) runs eagerly.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:
@@ -336,8 +336,8 @@ def while_loop(
         return_steps: bool, default False. True returns (carry, steps).
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward; K keeps at most K
             carries, however many steps there are.
-        compile: a `tl.loop.Compile`. True compiles the loop to machine code, on the CPU only. False (default) runs
-            eagerly.
+        compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
+            False (default) runs eagerly.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:

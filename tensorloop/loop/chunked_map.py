@@ -9,13 +9,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._common.pytree import Tree, leaves_with_paths
 from tensorloop._torch.fake import fake_tensors
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called
 from tensorloop.loop.carry import describe
 from tensorloop.loop.effects.follow import without_effects
+from tensorloop.loop.effects.judge import Effect
 from tensorloop.loop.outputs import no_packed, place
 from tensorloop.loop.slabs import Leaves, flatten_like, guard, kind_of, put_loop_dim_at, put_loop_dim_first
 from tensorloop.tensor_array.array import TensorArray
@@ -97,6 +98,8 @@ def _call_on_a_fake(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:
     try:
         with fake_tensors():
             fakes = without_effects(element.of, [torch.empty((1, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in xs])
+    except Effect as effect:  # what cannot be taken back
+        raise Misuse(f"map: xs have no elements, and fn {effect.what}, so nobody knows the shapes of ys") from None
     except Exception as error:
         error.add_note("map: xs have no elements; fn was called on a fake tensor for the shapes of ys")
         raise

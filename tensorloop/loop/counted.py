@@ -51,8 +51,8 @@ def fori_loop(
         init: the first carry, a tree as in `tl.scan`.
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward; K keeps at most K
             carries.
-        compile: a `tl.loop.Compile`. True compiles the loop to machine code, on the CPU only. False (default) runs
-            eagerly.
+        compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
+            False (default) runs eagerly.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:
@@ -142,8 +142,8 @@ def map(
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every call of fn saves for backward. K keeps the
             results alone, and calls fn again in backward: once where K >= T, more often where K is less. Not with
             `batch_size`.
-        compile: a `tl.loop.Compile`. True compiles the loop to machine code, on the CPU only. False (default) runs
-            eagerly.
+        compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
+            False (default) runs eagerly.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:

@@ -148,7 +148,7 @@ def _search(
     """Repeats fn until nothing changes: (z, steps, how much the last step changed it, on the CPU)."""
     leaves = carry.tree.flatten(init) or []
     shape = (len(leaves[0]),) if search.rows else ()
-    change = torch.zeros(shape, device=leaves[0].device)
+    change = torch.zeros(shape, dtype=torch.float32, device=leaves[0].device)
     asked = [change]
 
     def goes_on(state: Any, *_: Any) -> Tensor:

@@ -7,13 +7,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common import pytree
+from tensorloop._common import pytree, user_line
 from tensorloop._common.errors import WrongType
 from tensorloop._common.scope import without_numbers
-from tensorloop._torch.fake import fake_tensors
+from tensorloop._torch.fake import MadeUpNumbers, fake_tensors, quiet_fakes
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.loop.compiled import around
 from tensorloop.loop.effects.follow import without_effects
+from tensorloop.loop.effects.judge import Effect
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.packed.dim import Dim
@@ -22,12 +23,35 @@ from tensorloop.tensor_array.array import TensorArray
 
 
 def empty_outputs(loop: Loop) -> Any:
-    """ys of no steps: each leaf (0, *F), with the 0 where the steps would be."""
+    """ys of no steps: each leaf (0, *F), with the 0 where the steps would be.
+
+    What the body reads of its inputs is made up. Where it then raises with every bool true, and false, ys is (0,).
+    """
+    around.check_steps(loop.title)
+    failed = ""
+    for reads in MadeUpNumbers(True), MadeUpNumbers(False):
+        try:
+            return _of_one_call(loop, reads)
+        except Exception as error:
+            if not reads.taken:
+                raise
+            failed = f"the body raised {type(error).__name__}: {error}"
+        except Effect as effect:  # what cannot be taken back
+            failed = f"the body {effect.what}"
+            break
+    user_line.warn(
+        f"{loop.title} has no steps to do, and ys is torch.empty(0): called on tensors without values, to learn the "
+        f"shapes of ys, {failed}"
+    )
+    return torch.empty(0)
+
+
+def _of_one_call(loop: Loop, reads: MadeUpNumbers) -> Any:
+    """The outputs as one step on fake tensors has them."""
     assert loop.outputs is not None
     assert loop.slices is not None
     dim = loop.outputs.dim
-    around.check_steps(loop.title)
-    with fake_tensors() as fake, torch.no_grad(), without_numbers():
+    with quiet_fakes(), fake_tensors(reads) as fake, torch.no_grad(), without_numbers():
         state = [_fake(fake, x) for x in loop.init]
         row: list[Any] = []
         for x, d in loop.slices.tensors:

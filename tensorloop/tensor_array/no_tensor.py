@@ -4,6 +4,8 @@ from typing import TYPE_CHECKING, Any, Never
 
 from torch import Tensor
 
+_OTHERS = {"push": "append", "push_back": "append", "set": "write", "get": "read", "concat": "stack", "cat": "stack"}
+
 
 class NoTensor:
     """What a TensorArray says where somebody takes it for a tensor."""
@@ -23,4 +25,5 @@ class NoTensor:
         def __getattr__(self, name: str) -> Any:
             of_tensors = not name.startswith("_") and hasattr(Tensor, name)
             hint = f"; .stack() is the tensor of all slots: .stack().{name}" if of_tensors else ""
+            hint = f"; did you mean .{_OTHERS[name]}()" if name in _OTHERS else hint
             raise AttributeError(f"'TensorArray' object has no attribute '{name}'{hint}", name=name, obj=self)

@@ -1,4 +1,7 @@
-"""Everything works on the device of the values it is given, whatever the default device: here one without numbers."""
+"""Everything works on the device of the values it is given, and in their dtype, whatever the defaults are.
+
+The default device is one without numbers.
+"""
 
 from collections.abc import Callable
 from typing import Any
@@ -121,6 +124,13 @@ CASES: dict[str, Function] = {
     "associative_scan, chunks": lambda x: tl.associative_scan(lambda a, b: a * b, XS * x.sum(), checkpoints=2),
     "linear_recurrence": lambda x: tl.linear_recurrence(XS * x.sum(), XS),
     "linear_recurrence, a number": lambda x: tl.linear_recurrence(0.5, XS * x.sum(), reverse=True),
+    "fixed_point": lambda x: tl.fixed_point(lambda z: torch.cos(z / 4 + x.sum()), STATE),
+    "fixed_point, half": lambda x: tl.fixed_point(lambda z: torch.cos(z / 4 + x.sum().half()), STATE.half()),
+    "fixed_point, rows": lambda x: tl.fixed_point(
+        lambda z, c: torch.cos(z / 4 + c), STATE, context=STATE * x.sum(), rows=True, compact=True, return_steps=True
+    ),
+    "scan, compiled": lambda x: tl.scan(turned, STATE * x.sum(), XS, compile=True),
+    "while_loop, compiled": lambda x: halting(x, compile=True),
     "beam_search": search,
     "beam_search, other lengths": lambda x: (
         search(x, length=beam.GNMT(0.6)), search(x, length=beam.BoundedReward(0.6, target=4)),
@@ -149,3 +159,16 @@ def test_on_the_device_of_the_values(name: str) -> None:
     assert all(x.device.type == "cpu" for x in given)
     torch.testing.assert_close(given, expected, rtol=0, atol=0, equal_nan=True)
     assert expected
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
+@pytest.mark.parametrize("name", CASES)
+def test_in_the_dtype_of_the_values(name: str, dtype: torch.dtype) -> None:
+    expected = found(CASES[name])
+    before = torch.get_default_dtype()
+    torch.set_default_dtype(dtype)
+    try:
+        given = found(CASES[name])
+    finally:
+        torch.set_default_dtype(before)
+    torch.testing.assert_close(given, expected, rtol=0, atol=0, equal_nan=True)

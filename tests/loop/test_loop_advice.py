@@ -33,12 +33,12 @@ def words(call: Callable[[], Any], kind: type[Exception]) -> str:
         (lambda: tl.scan(None, XS, XS, axis=0), "scan: there is no argument axis=; here that is dim="),
         (lambda: tl.scan(None, XS, max_length=3), "scan: there is no argument max_length=; here that is length="),
         (lambda: tl.scan(None, XS, n=3), "scan: there is no argument n=; here that is length="),
-        (lambda: tl.scan(None, XS, initializer=3), "scan: there is no argument initializer=; it takes body_fn, init"),
+        (lambda: tl.scan(None, XS, initializer=3), "scan: there is no argument initializer=; here that is init="),
         (lambda: tl.while_loop(bool, None, 0, maximum_iterations=3), "maximum_iterations=; here that is max_steps="),
         (lambda: tl.while_loop(bool, None, 0, num_steps=3), "num_steps=; here that is max_steps="),
         (
             lambda: tl.fori_loop(0, 3, None, 0, unroll=2),
-            "fori_loop: there is no argument unroll=; it takes lower",
+            "fori_loop: there is no argument unroll=; here that is compile=",
         ),
         (lambda: tl.map(torch.sin, XS, axis=1), "map: there is no argument axis=; here that is dim="),
         (lambda: tl.associative_scan(torch.add, XS, axis=1), "associative_scan: there is no argument axis=; here that"),
@@ -179,7 +179,7 @@ def test_a_list_that_grows_in_the_carry(checkpoints: Any) -> None:
         (lambda n: tl.fori_loop(n, 9, None.__eq__, 0), "fori_loop: lower is batched by vmap"),
         (lambda n: tl.scan(None.__eq__, 0, length=n), "scan: length is batched by vmap"),
         (lambda n: tl.while_loop(bool, bool, 0, max_steps=n), "while_loop: max_steps is batched by vmap"),
-        (lambda n: tl.TensorArray.unstack(XS).read(n), "under vmap read several with gather()"),
+        (lambda n: tl.TensorArray.unstack(XS).read(n), "use gather() or scatter() for several slots"),
     ],
 )
 def test_numbers_that_vmap_batches(call: Callable[[Tensor], Any], message: str) -> None:

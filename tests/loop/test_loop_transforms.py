@@ -408,3 +408,31 @@ def test_a_compiled_body(checkpoints: Any) -> None:
     outs = [tl.scan(f, init, xs, checkpoints=checkpoints) for f in (body, cell(w))]
     torch.testing.assert_close(*outs)
     torch.testing.assert_close(*(grad(tensors(out)[1].cos().sum(), (init, xs, w)) for out in outs))
+
+
+@pytest.mark.parametrize(
+    "options", [{}, {"checkpoints": 2}, {"compile": "strict"}, {"checkpoints": 2, "compile": True}]
+)
+def test_derivatives_of_autograd_functional(options: Any) -> None:
+    w, xs = (
+        torch.sin(torch.arange(9, dtype=torch.float64)).view(3, 3),
+        torch.linspace(0, 1, 12, dtype=torch.float64).view(4, 3),
+    )
+
+    def ours(c: Tensor) -> Tensor:
+        c, ys = tl.scan(lambda c, x: (torch.tanh(c @ w + x), c.sum()), c, xs, **options)
+        return torch.cat([c, ys])
+
+    def plain(c: Tensor) -> Tensor:
+        ys = []
+        for x in xs:
+            ys.append(c.sum())
+            c = torch.tanh(c @ w + x)
+        return torch.cat([c, torch.stack(ys)])
+
+    c, of = torch.ones(3, dtype=torch.float64), torch.autograd.functional
+    for create_graph in (False, True):
+        found = of.jacobian(ours, c, create_graph=create_graph)
+        torch.testing.assert_close(found, of.jacobian(plain, c, create_graph=create_graph))
+    torch.testing.assert_close(of.hessian(lambda c: ours(c).sum(), c), of.hessian(lambda c: plain(c).sum(), c))
+    torch.testing.assert_close(of.hvp(lambda c: ours(c).sum(), c, c), of.hvp(lambda c: plain(c).sum(), c, c))

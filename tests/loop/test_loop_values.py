@@ -193,15 +193,6 @@ def test_map_of_no_elements() -> None:
     assert [(tuple(y.shape), y.dtype) for y in ys] == [((0,), torch.float32), ((0, 2), torch.bool)]
 
 
-def test_a_body_that_needs_numbers_says_so_where_there_are_no_steps() -> None:
-    def body(carry: Tensor, x: Tensor) -> Any:
-        return carry, x * 2 if x.sum() > 0 else x
-
-    with pytest.raises(RuntimeError, match="_local_scalar_dense") as error:
-        tl.scan(body, torch.zeros(2), torch.zeros(0, 2))
-    assert "scan has no steps to do" in "".join(error.value.__notes__)
-
-
 def test_a_step_on_fake_tensors_changes_nothing() -> None:
     total, state = torch.zeros(3), torch.get_rng_state()
     tl.scan(lambda c, x: (c, total.add_(x) + torch.rand(3)), (), torch.zeros(0, 3))

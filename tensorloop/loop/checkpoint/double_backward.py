@@ -16,6 +16,7 @@ from torch import Tensor
 from tensorloop._common.errors import named
 from tensorloop._torch import overrides
 from tensorloop.loop.checkpoint.array_versions import Version, dense, token_of, values_of
+from tensorloop.loop.checkpoint.captures import silent
 from tensorloop.loop.checkpoint.replay import Replay
 from tensorloop.loop.checkpoint.snapshots import SavedTensor
 from tensorloop.loop.checkpoint.substitutes import differentiate, substitute
@@ -100,7 +101,7 @@ def _vjp(function: Function, n: int, outside: Outside) -> Function:
     """(n inputs, cotangents) -> gradients of the inputs and of the closed-over tensors."""
 
     def gradients(leaves: list[Tensor]) -> list[Tensor]:
-        with torch.enable_grad():
+        with torch.enable_grad(), silent(outside[0]):
             outputs = function(leaves[:n])
             pairs = [(x, g) for x, g in zip(outputs, leaves[n:], strict=True) if x.requires_grad]
             given = [*leaves[:n], *outside[0]]

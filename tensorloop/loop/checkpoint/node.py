@@ -23,7 +23,7 @@ from tensorloop._common.errors import named
 from tensorloop._common.progress import Progress
 from tensorloop._common.scope import here, library_code
 from tensorloop._torch import transforms
-from tensorloop._torch.engine import keeps_graph
+from tensorloop._torch.engine import keeps_graph, spare_hooks
 from tensorloop.loop.advice import explain
 from tensorloop.loop.checkpoint import double_backward
 from tensorloop.loop.checkpoint.backward import Reversal
@@ -105,12 +105,13 @@ class Replayed(torch.autograd.Function):
                 "first; give retain_graph=True to the first backward (where the loop ran in a step of another "
                 "checkpointed loop, that freed it: return what it gave from the body)"
             )
-        if all(grad is None for grad in grads):
-            return (None,) * (3 + len(replay.swept.inputs.all))
-        with replay.lock:
-            found = named(replay.swept.name)(_gradients)(replay, grads)
-        if not keeps_graph():
-            ctx.replay = None
+        found: Sequence[Tensor | None] = [None] * len(replay.swept.inputs.all)
+        if any(grad is not None for grad in grads):
+            with replay.lock:
+                found = named(replay.swept.name)(_gradients)(replay, grads)
+            if not keeps_graph():
+                ctx.replay = None
+        spare_hooks(replay.swept.inputs.all, found)
         return (None, None, None, *found)
 
 

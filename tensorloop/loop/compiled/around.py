@@ -72,7 +72,7 @@ def check_surroundings() -> None:
     if transforms.maybe_level() is not None:
         raise Refused(
             "a torch.func transform (grad, vmap, jvp ...) is around the loop",
-            "torch.autograd.grad and a batch dim take a compiled one",
+            "torch.autograd.grad, torch.autograd.functional.jacobian and a batch dim take a compiled one",
         )
     if torch.jit.is_tracing():  # pyright: ignore[reportPrivateImportUsage]
         raise Refused("torch.jit.trace is on, which writes down operations", "trace the loop with compile=False")

@@ -17,7 +17,6 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor
 
-from tensorloop._common.errors import Misuse
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.instructions import Check, begins_at, blocks_of, checks_of
@@ -51,15 +50,14 @@ def following(judge: Judge) -> Iterator[None]:
 
 def without_effects(step: Callable[..., R], *given: Any) -> R:
     """Runs a step that is no real one, and makes everything what it was: what it keeps would be a fake."""
-    judge = Judge(notes=Notes(), given=given)
+    notes = Notes()
+    judge = Judge(notes=notes, given=given)
     try:
         with following(judge):
             return step(*given)
-    except Effect as effect:
-        raise Misuse(f"the body {effect.what}, so its outputs are not known where there is no step to do") from None
     finally:
         judge.end()
-        judge.notes.undo()
+        notes.undo()
 
 
 def rests(function: Any) -> bool:

@@ -219,7 +219,8 @@ class _CallOfFunction:
         except Exception as error:
             text = str(error).strip().partition("\n")[0]
             said = f"the backward of the custom Function {self._name} raises {type(error).__name__}: {text}"
-            raise self._refused(said, "mend it, or set compile=False") from None
+            cure = "write its formula out" if isinstance(error, RecursionError) else "mend it"
+            raise self._refused(said, f"{cure}, or set compile=False") from None
         found = found if isinstance(found, tuple) else (found,)
         if len(found) < len(given) or any(g is not None for g in found[len(given) :]):
             raise self._refused(
@@ -316,11 +317,12 @@ def write_cut(func: Any, args: list[Any], kwargs: Any, first: int, calls: "Autog
     The tensor has new values and its old gradient: what a Function gives whose backward hands on what comes.
     """
     assert calls is not None
-    number, place, old = calls.next(), user_place(), args[0]
+    number, place, old = calls.next(), user_place(), kwargs.get("out", args[0])
     new, result, coming = (Ref(first + k) for k in range(3))
+    given = (args, kwargs | {"out": new}) if "out" in kwargs else ([new, *args[1:]], kwargs)
     return [
         Operation(aten.clone.default, [old], {}, new, place, cut=True),
-        Operation(func, [new, *args[1:]], kwargs, new, place, cut=True),
+        Operation(func, *given, new, place, cut=True),
         Operation(BEGIN, [[new], [old], number, ""], {}, [result], place),
         Operation(COMING, [result, number], {}, coming, place),
         Operation(END, [[old], [coming], [coming], number, False, True], {}, None, place),

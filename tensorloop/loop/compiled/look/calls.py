@@ -12,6 +12,7 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
@@ -73,6 +74,13 @@ def refusal(reason: str, cure: str) -> Refused:
     return Refused(reason, cure, user_place())
 
 
+def _refuse_sharded(module: Any, args: Any) -> None:
+    """Refuses a module of FSDP before it prepares itself for its first call, which no look may leave half done."""
+    fsdp = sys.modules["torch.distributed.fsdp"]
+    if isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
+        raise refusal("the body calls a module of FSDP, which gathers its parameters first", "set compile=False")
+
+
 class CallWatch(TorchFunctionMode):
     """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
 
@@ -96,6 +104,8 @@ class CallWatch(TorchFunctionMode):
         """Begins to look."""
         here.looks += 1
         self._before = watch_calls(self.autograd), torch.is_grad_enabled()
+        sharded = "torch.distributed.fsdp" in sys.modules
+        self._modules = register_module_forward_pre_hook(_refuse_sharded) if sharded else None
         super().__enter__()
         self._followed = None if self.judge is None else start(self.judge)
         return self
@@ -104,6 +114,8 @@ class CallWatch(TorchFunctionMode):
         if self._followed is not None:
             stop(self._followed)
         here.looks -= 1
+        if self._modules is not None:
+            self._modules.remove()
         super().__exit__(*raised)
         watch, grad = self._before
         watch_calls(watch)

@@ -31,7 +31,6 @@ from tensorloop.loop.compiled.look.draws import DrawOp, Generators, check_draw, 
 from tensorloop.loop.compiled.look.number_read import NumberRead
 from tensorloop.loop.compiled.look.operation_traits import (
     CURES,
-    MARKS,
     READS,
     STRIDED,
     TRAITS,
@@ -118,7 +117,7 @@ class OperationLog(OperationMode):
         traits = TRAITS.get(id(func)) or traits_of(func)
         if traits.reason == READS and self.values is not None and not self.may_read:
             return self._read(self.values, func, args, kwargs or {})
-        if traits.reason == MARKS:
+        if traits.says_nothing(args, kwargs):
             return func(*args, **(kwargs or {}))
         if may_fail(func, args):
             self._refuse_caught(traits.name)
@@ -168,7 +167,7 @@ class OperationLog(OperationMode):
             elif self._cut or cut:
                 self._follow(args, out, cut)
             cut = cut and self.grad
-            if cut and traits.writes and is_live(args[traits.writes[0]]):
+            if cut and traits.writes and is_live(traits.written(args, kwargs or {})[0]):
                 self._write_cut(func, *noted, out)
             else:
                 self.operations.append(Operation(func, *noted, self._structure(out), user_place(), cut))
@@ -339,7 +338,7 @@ class OperationLog(OperationMode):
 
         So that is what a Function does whose backward gives on what comes.
         """
-        if not isinstance(out, Tensor) or args[0] != self._structure(out):
+        if not isinstance(out, Tensor) or kwargs.get("out", args[0]) != self._structure(out):
             raise refusal(f"{func} writes, without gradients, to a tensor that has one", "make another tensor")
         first = len(self._tensors)
         self._tensors += [out] * 3

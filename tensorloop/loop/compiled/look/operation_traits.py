@@ -20,12 +20,14 @@ _DRAWS = "draws random numbers"
 _CHECKS = "raises where a value is not as it should be"
 MARKS = "marks a part of a program for a profiler"
 _OWN = "is an operation of its own that writes to its arguments"
+_OBJECT = "takes an object that is no tensor: a group of processes, or packed weights"
 CURES = {
     READS: VALUES,
     _SHAPES: "torch.where(mask, x, 0) and masked sums keep the shape",
     _MEMORY: "make another tensor",
     _CHECKS: "check before the loop, or what it returns",
     _DRAWS: "draw before the loop and give the numbers as xs",
+    _OBJECT: "call it before or after the loop, or set compile=False",
     _OWN: "give what it writes as results (mutates_args=()), or set compile=False",
 }
 # Operations that may take the number of a step: they take a tensor of one number as well.
@@ -52,6 +54,7 @@ _EMPTY = {_aten.empty.memory_format, _aten.empty_like.default, _aten.empty_strid
 _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.default, _aten._unsafe_index.Tensor}
 STRIDED = {_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default}
 STRIDED |= {_aten.as_strided_scatter.default}
+_META = torch.device("meta")
 _TORCHS = ("aten", "prims")
 _FILL = {"fill_", "zero_", "copy_"}
 
@@ -74,6 +77,11 @@ class OperationTraits:
         """Refuses to index by a mask."""
         if self.masks and any(isinstance(x, Tensor) and x.dtype in (torch.bool, torch.uint8) for x in args[1]):
             raise refusal(f"{self.name} by a mask {_SHAPES}", CURES[_SHAPES])
+
+    def says_nothing(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
+        """Whether no value comes of it: it is for a profiler, or has a shape alone, as a tangent of zeros may."""
+        at = args[0].device if args and isinstance(args[0], Tensor) else None
+        return self.reason == MARKS or (kwargs or {}).get("device", at) == _META
 
     def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that the operation writes to."""
@@ -99,6 +107,8 @@ def traits_of(func: Any) -> OperationTraits:
         reason = _OWN
     elif func.namespace == "profiler":
         reason = MARKS
+    elif "torch.classes" in str(schema):
+        reason = _OBJECT
     fills = schema.name.split("::")[1] in _FILL or any(name == "out" for _, name in writes) or drawn
     places, names = tuple(i for i, _ in writes), tuple(n for _, n in writes)
     returned = [x.alias_info for x in schema.returns]

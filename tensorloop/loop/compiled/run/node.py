@@ -11,6 +11,7 @@ from torch import Tensor, fx
 
 from tensorloop._common.errors import Misuse
 from tensorloop._torch import transforms
+from tensorloop._torch.engine import spare_hooks
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop.compiler.graph.backward import Missing
@@ -249,18 +250,22 @@ class Looped(torch.autograd.Function):
         """Runs the loop backward."""
         run: RunAtOnce = ctx.run
         n = len(run.plan.step.inputs)
-        if all(g is None for g in grads):
-            return (None,) * (n + 1)
-        kept = ctx.saved_tensors
-        batched = transforms.maybe_level() is not None or any(
-            g is not None and transforms.is_legacy_batched(g) for g in grads
-        )
-        if torch.is_grad_enabled() or batched:
-            with without_autocast():
-                return (None, *run.differentiable(kept[:n], grads, torch.is_grad_enabled()))
-        with unseen(), without_autocast():
-            try:
-                return (None, *run.timed_backward(grads, list(kept[:n]), list(kept[n:])))
-            except Broken as error:
-                warnings.warn(f"{error.reason}; the loop's gradient is computed step by step", stacklevel=2)
-                return (None, *run.differentiable(kept[:n], grads, False))
+        found = [None] * n if all(g is None for g in grads) else _gradients(run, ctx.saved_tensors, n, grads)
+        spare_hooks(ctx.saved_tensors[:n], found)
+        return (None, *found)
+
+
+def _gradients(run: RunAtOnce, kept: Sequence[Tensor], n: int, grads: Sequence[Tensor | None]) -> Sequence[Any]:
+    """The gradients of the n inputs, which come first in `kept`."""
+    batched = transforms.maybe_level() is not None or any(
+        g is not None and transforms.is_legacy_batched(g) for g in grads
+    )
+    if torch.is_grad_enabled() or batched:
+        with without_autocast():
+            return run.differentiable(kept[:n], grads, torch.is_grad_enabled())
+    with unseen(), without_autocast():
+        try:
+            return run.timed_backward(grads, list(kept[:n]), list(kept[n:]))
+        except Broken as error:
+            warnings.warn(f"{error.reason}; the loop's gradient is computed step by step", stacklevel=2)
+            return run.differentiable(kept[:n], grads, False)
