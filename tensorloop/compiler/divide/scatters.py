@@ -15,7 +15,7 @@ from tensorloop.compiler.operations import aten, is_view, value_of
 
 
 class Scatter(NamedTuple):
-    """A node as (its values, its places); `together` takes the node's arguments, which hold all steps but for zeros."""
+    """A node's values and places; `together` takes its arguments for all steps, and a shape where it is given zeros."""
 
     values: fx.Node
     places: list[fx.Node]
@@ -91,15 +91,15 @@ def _rows_joined(sparse: int, dense: int, size: Any, places: Tensor, values: Ten
 
 
 @_wide
-def _index_added(zeros: Tensor, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
-    return zeros.index_add(dim, index.reshape(-1), _in_line(source, dim % zeros.dim()), alpha=alpha)
+def _index_added(shape: Any, dim: int, index: Tensor, source: Tensor, *, alpha: Any = 1) -> Tensor:
+    return source.new_zeros(shape).index_add_(dim, index.reshape(-1), _in_line(source, dim % len(shape)), alpha=alpha)
 
 
 @_wide
-def _scatter_added(zeros: Tensor, dim: int, index: Tensor, source: Tensor) -> Tensor:
-    dim %= zeros.dim()
+def _scatter_added(shape: Any, dim: int, index: Tensor, source: Tensor) -> Tensor:
+    dim %= len(shape)
     source = source[tuple(map(slice, index.shape))]  # which may be larger
-    return zeros.scatter_add(dim, _in_line(index, dim), _in_line(source, dim))
+    return source.new_zeros(shape).scatter_add_(dim, _in_line(index, dim), _in_line(source, dim))
 
 
 def _in_line(x: Tensor, dim: int) -> Tensor:
@@ -108,9 +108,9 @@ def _in_line(x: Tensor, dim: int) -> Tensor:
 
 
 @_wide
-def _put(zeros: Tensor, places: Any, values: Tensor, _: bool) -> Tensor:
+def _put(shape: Any, places: Any, values: Tensor, _: bool) -> Tensor:
     places, at = places_of_steps(places)
-    return aten.index_put.default(zeros, places, values.movedim(0, at), True)
+    return aten.index_put_.default(values.new_zeros(shape), places, values.movedim(0, at), True)
 
 
 def places_of_steps(places: Any) -> tuple[list[Tensor | None], int]:

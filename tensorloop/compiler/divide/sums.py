@@ -99,8 +99,7 @@ class Sums:
         if way.how == "scatter":
             scatter = scatter_of(n)
             assert scatter is not None
-            there = {scatter.values, *scatter.places}
-            args = fx.map_arg(n.args, lambda a: s.whole(a) if a in there else s.found[a])
+            args = fx.map_arg(n.args, lambda a: s.whole(a) if a in way.nodes else list(value_of(a).shape))
             return s.call(scatter.together, *args, **n.kwargs)
         if way.how == "kernel":
             grad, x, weight = way.nodes
@@ -125,7 +124,7 @@ def _way(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node]) -> Way | N
     inner = [a for a in args if a in moving]
     if (scatter := scatter_of(n)) is not None:
         still = scatter.values in moving and is_still(scatter, moving)
-        return Way("linear", [scatter.values]) if still else Way("scatter", n.all_input_nodes)
+        return Way("linear", [scatter.values]) if still else Way("scatter", [scatter.values, *scatter.places])
     if n.target is not aten._to_copy.default and any(value_of(a).dtype is not value_of(n).dtype for a in inner):
         return None
     if n.target in (aten.mm.default, aten.bmm.default) and len(inner) == 2:
