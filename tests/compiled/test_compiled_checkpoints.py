@@ -223,13 +223,13 @@ def test_check_is_for_the_eager_loop() -> None:
 def test_a_backward_in_parts_changes_no_number(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without checkpoints, too, the gradients of many steps are not in memory at once."""
     parts: list[int] = []
-    reverse = GradientSums.reverse
+    reverse = GradientSums._reverse
 
     def counted(self: GradientSums, part: slice, *args: Any) -> None:
         parts.append(part.stop - part.start)
         reverse(self, part, *args)
 
-    monkeypatch.setattr(GradientSums, "reverse", counted)
+    monkeypatch.setattr(GradientSums, "_reverse", counted)
     monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 0)
     expected, expected_grads = outcome(CASES[name], D, False)
     found, grads = outcome(CASES[name], D, "strict")

@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.compiler.divide.mapped import Mapped, TensorArgument
+from tensorloop.compiler.divide.scatters import is_mask, places_of_steps
 from tensorloop.compiler.operations import OPERATIONS, aten, is_pointwise, value_of
 from tensorloop.compiler.place import HOST, put_on
 from tensorloop.compiler.step import StepFailed
@@ -307,13 +308,14 @@ def _picked(x: Tensor, index: Tensor) -> Tensor:
 
 @_rule(aten.index.Tensor)
 def _index(s: BatchedGraph, n: fx.Node, x: fx.Node, indices: Any) -> fx.Node | None:
-    if x in s.moving or len(indices) != 1 or indices[0] is None or value_of(indices[0]).dtype is torch.bool:
+    if x in s.moving or any(i is not None and is_mask(i) for i in indices):
         return None
-    return s.call(_looked_up, s.found[x], s.found[indices[0]])
+    return s.call(_looked_up, s.found[x], [None if i is None else s.whole(i) for i in indices])
 
 
-def _looked_up(x: Tensor, index: Tensor) -> Tensor:
-    return x[index]
+def _looked_up(x: Tensor, places: Sequence[Tensor | None]) -> Tensor:
+    places, at = places_of_steps(places)
+    return aten.index.Tensor(x, places).movedim(at, 0)
 
 
 _MATRICES = [getattr(aten, name).default for name, row in OPERATIONS.items() if row.kind == "matrix"]

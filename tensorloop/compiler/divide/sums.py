@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop.compiler.divide.all_steps import BatchedGraph
+from tensorloop.compiler.divide.scatters import is_still, scatter_of
 from tensorloop.compiler.lengths import meets_growing
 from tensorloop.compiler.operations import aten, is_part, traits, value_of
 
@@ -86,6 +87,7 @@ class Sums:
 
     def _made(self, n: fx.Node) -> fx.Node:
         s = self.batched
+        args: Any
         if n not in s.moving:
             return s.call(_times, s.found[n], s.steps)
         way = _way(n, s.moving, s.given)
@@ -95,13 +97,16 @@ class Sums:
             a, b = (s.found[a] for a in way.nodes)
             return s.call(_products if n.target is aten.mm.default else _batches_of_products, a, b)
         if way.how == "scatter":
-            return s.call(n.target, *fx.map_arg(n.args, lambda a: s.found[a] if _constant(a) else s.whole(a)))  # pyright: ignore[reportArgumentType]
+            scatter = scatter_of(n)
+            assert scatter is not None
+            args = fx.map_arg(n.args, lambda a: s.whole(a) if a in way.nodes else list(value_of(a).shape))
+            return s.call(scatter.together, *args, **n.kwargs)
         if way.how == "kernel":
             grad, x, weight = way.nodes
             options = _node(n.args[0]).args[3:]
             return s.call(_of_kernel, s.whole(grad), s.whole(x), s.found[weight], options)
         if n.target in (aten.add.Tensor, aten.sub.Tensor):
-            args: Any = fx.map_arg(n.args, self.of)
+            args = fx.map_arg(n.args, self.of)
         else:
             args = fx.map_arg(n.args, lambda a: self.of(a) if a in way.nodes else s.found[a])
         if n.target is aten.view.default:
@@ -117,12 +122,13 @@ def _way(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node]) -> Way | N
         return Way("kernel", [_node(a) for a in _node(n.args[0]).args[:3]]) if _is_kernels(n, moving) else None
     args = [a for a in n.args if isinstance(a, fx.Node)]
     inner = [a for a in args if a in moving]
+    if (scatter := scatter_of(n)) is not None:
+        still = scatter.values in moving and is_still(scatter, moving)
+        return Way("linear", [scatter.values]) if still else Way("scatter", [scatter.values, *scatter.places])
     if n.target is not aten._to_copy.default and any(value_of(a).dtype is not value_of(n).dtype for a in inner):
         return None
     if n.target in (aten.mm.default, aten.bmm.default) and len(inner) == 2:
         return Way("product", args)
-    if _scatters(n):
-        return Way("scatter", n.all_input_nodes)
     return Way("linear", inner) if _is_linear(n, args, inner) else None
 
 
@@ -136,22 +142,6 @@ def _is_linear(n: fx.Node, args: list[fx.Node], inner: list[fx.Node]) -> bool:
     if linear == "each":
         return len(inner) == 1
     return inner == args[:1] if linear == "first" else linear == "together" and len(args) == 2
-
-
-def _scatters(n: fx.Node) -> bool:
-    """Whether a node adds values to zeros: of many steps at once, it does so with the values of all."""
-    if n.target is aten.embedding_dense_backward.default:
-        return not n.args[4]
-    if n.target is not aten.index_put.default or len(n.args) < 4 or not n.args[3]:
-        return False
-    base, indices, values = n.args[:3]
-    if not isinstance(base, fx.Node) or not _constant(base) or base.args[1] != 0 or not isinstance(indices, list):
-        return False
-    if any(i is None or value_of(i).dtype is torch.bool for i in indices):  # pyright: ignore[reportArgumentType]
-        return False
-    ranks = {value_of(i).dim() for i in indices}  # pyright: ignore[reportArgumentType]
-    rest = value_of(base).dim() - len(indices)
-    return len(ranks) == 1 and isinstance(values, fx.Node) and value_of(values).dim() == ranks.pop() + rest
 
 
 def _is_kernels(n: fx.Node, moving: set[fx.Node]) -> bool:
@@ -170,10 +160,6 @@ def _of_kernel(grad: Tensor, x: Tensor, weight: Tensor, options: Any) -> Tensor:
 def _node(x: Any) -> fx.Node:
     assert isinstance(x, fx.Node)
     return x
-
-
-def _constant(n: fx.Node) -> bool:
-    return n.target is aten.full.default
 
 
 def _times(x: Tensor, steps: int) -> Tensor:

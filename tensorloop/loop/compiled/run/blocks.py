@@ -172,6 +172,7 @@ class RunInBlocks(RunAtOnce):
         """Takes gradients through all steps, block by block from the last one."""
         with self.lock:
             try:
+                total.room = max(self.size * self.plan.bytes_reversed(), FREE_BYTES)
                 self.arrays.own |= dict(zip(self.arrays.appended, saved, strict=True))
                 named(self.name)(self._reverse_blocks)(total, tensors)
             finally:

@@ -41,6 +41,7 @@ class GradientSums:
         # Gradients of arrays change in place.
         self.carry = [x.clone() if grows(n) else x for n, x in zip(nodes, coming.carry, strict=True)]
         self.absent = coming.missing.carry if exact else frozenset[int]()
+        self.room: float = math.inf  # bytes that steps which are reversed together may take
         self.pool: Pool = {}  # what parts get is copied, or gone before the next
         self.sequences: dict[int, Tensor] = {}  # by place
         self.invariants: dict[int, Tensor] = {}
@@ -57,7 +58,8 @@ class GradientSums:
         left, turned = part, self.plan.step.reverse
         while left.start < left.stop:
             following = frozenset[int]()
-            count = left.stop - left.start
+            most = self.room // max(self.plan.backward(self.missing).bytes_a_step, 1)
+            count = int(min(left.stop - left.start, max(most, 1)))
             if self.exact:
                 following = self.plan.reached(self.missing).none
                 count = count if following == self.absent else 1
@@ -127,6 +129,9 @@ def _own(sums: list[Tensor]) -> list[Tensor]:
     """The first terms, in memory that may be added to: two invariants may have one gradient."""
     found, met = list[Tensor](), set[int]()
     for x in sums:
+        if x.is_sparse:
+            found.append(x.clone())
+            continue
         storage = x.untyped_storage()
         alone = storage.nbytes() == x.nbytes and x.is_contiguous() and storage._cdata not in met
         met.add(storage._cdata)

@@ -120,19 +120,11 @@ class RunAtOnce:
 
     def reverse(self, total: GradientSums, tensors: list[Tensor], saved: list[Tensor]) -> GradientSums:
         """Takes gradients through all steps, part by part."""
-        room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
-        size = max(1, room // max(self.plan.backward(total.missing).bytes_a_step, 1))
-        invariants, reverse, end = self.split(tensors)[2], self.plan.step.reverse, self.done
-        for count, kept in reversed(self.pieces(saved)):
+        total.room = max(FREE_BYTES, sum(x.nbytes for x in saved) // 8)
+        invariants, end = self.split(tensors)[2], self.done
+        for count, kept in reversed(self.pieces(saved)):  # a reversed loop is in one piece
+            total.reverse(slice(end - count, end), invariants, kept, self._lengths(end - 1))
             end -= count
-            for stop in range(count, 0, -size):
-                start = max(stop - size, 0)
-                part = slice(count - stop, count - start) if reverse else slice(start, stop)
-                some = kept
-                if stop - start < count:
-                    some = [x if array else x[part] for x, array in zip(kept, self.plan.whole, strict=True)]
-                whole = slice(end + part.start, end + part.stop)  # a reversed loop is in one piece
-                total.reverse(whole, invariants, some, self._lengths(end + stop - 1))
         return total
 
     def coming(self, grads: Sequence[Tensor | None]) -> Coming:

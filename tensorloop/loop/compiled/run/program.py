@@ -12,7 +12,7 @@ from tensorloop.compiler.divide.all_steps import BatchedGraph
 from tensorloop.compiler.divide.partition import Partition, divide, outside, seen_by_discontinuous
 from tensorloop.compiler.divide.sums import Sums
 from tensorloop.compiler.lengths import grows, growth_of
-from tensorloop.compiler.operations import bytes_of, value_of
+from tensorloop.compiler.operations import bytes_of, is_view, value_of
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
@@ -62,7 +62,8 @@ class Program:
         nodes = [*given, *made, *s.after_loop]
         after = BatchedGraph(nodes, s.moving, reverse=step.reverse, device=step.place.device)
         sums = Sums(after, s.sums)
-        after.compute(self.order, [*step.outs, *(leaf for n in step.sums for leaf in sums.leaves(n))])
+        summed = [leaf for n in step.sums for leaf in sums.leaves(n)]
+        after.compute(self.order, [*step.outs, *summed])
         asked = needed_for(step.outputs, step.inputs)
         self.needed = [n for n in self.order if n in asked]
         self.early = set(before.found)
@@ -84,14 +85,14 @@ class Program:
             *(promise(n, device, each=True) for n in step.outs),
             *(promise(n, device, each=False) for n in step.sums),
         ]
-        self.bytes_a_step = self._bytes_a_step(made)
+        self.bytes_a_step = self._bytes_a_step([*made, *map(_held, summed)])
 
     def at(self, place: Place) -> "Program":
         """Returns the program of the same step at another place."""
         return Program(dataclasses.replace(self.step, place=place), self.barred)
 
     def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
-        """What the loop is given, stores and gives of each step, beside the sequences that come from outside."""
+        """What the loop is given, stores and gives of each step, and what is added up after it: beside sequences."""
         given = {*self.step.sequences, *self.step.carry}  # states before the steps are those after them, a step on
         found = dict.fromkeys([*made, *self.partition.outs, *self.step.outs])
         return sum(bytes_of(n) for n in found if n in self.partition.moving and n not in given)
@@ -248,6 +249,14 @@ class Program:
             if pool is not None:
                 pool[self] = room, memory
         return memory
+
+
+def _held(n: fx.Node) -> fx.Node:
+    """What takes the memory of a node that is added up: what it is a view of, unless that is smaller."""
+    base = n
+    while is_view(base):
+        (base,) = base.all_input_nodes
+    return n if bytes_of(n) > bytes_of(base) else base
 
 
 class _Room:
