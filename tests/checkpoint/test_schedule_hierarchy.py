@@ -263,6 +263,7 @@ def test_eight_in_memory_and_the_rest_on_disk(tmp_path: Path) -> None:
     expected = torch.autograd.grad(turned(None), ANGLE)
     files: list[int] = []
 
+    @tl.loop.pure
     def look() -> None:
         files.append(len(list(tmp_path.rglob("*.pt"))))
 

@@ -287,43 +287,51 @@ def test_a_buffer_that_body_and_condition_change_is_refused() -> None:
 
 
 @pytest.mark.parametrize("batches_counted", [True, False])
-@pytest.mark.parametrize("in_body", ["train", "eval"])
-def test_a_batch_norm_that_the_condition_trains_is_refused(in_body: str, batches_counted: bool) -> None:
+def test_a_batch_norm_that_the_condition_trains_is_refused(batches_counted: bool) -> None:
     """Its statistics change in native code, without a new version."""
     norm = nn.BatchNorm1d(2, dtype=torch.float64)
     if not batches_counted:
         norm.num_batches_tracked = None
 
     def ask(carry: Any) -> bool:
-        norm.train()
         return bool(norm(carry[0]).isfinite().all()) and carry[1] < 5
 
     def body(carry: Any) -> Any:
-        norm.train(in_body == "train")
         return rotate(norm(carry[0])), carry[1] + 1
 
     with pytest.raises(RuntimeError, match=r"which the body uses, in place at step 1 \(as a batch norm"):
         tl.while_loop(ask, body, (randn(4, 2), 0), checkpoints=2)
 
 
-@pytest.mark.parametrize("in_body", ["train", "eval"])
-def test_a_batch_norm_in_eval_mode_may_be_asked(in_body: str) -> None:
+def test_a_batch_norm_in_eval_mode_may_be_asked() -> None:
     def gradient(checkpoints: Any) -> Tensor:
-        norm, init = nn.BatchNorm1d(2, dtype=torch.float64), randn(4, 2)
+        norm, init = nn.BatchNorm1d(2, dtype=torch.float64).eval(), randn(4, 2)
         norm.running_mean[0] = torch.nan  # pyright: ignore[reportOptionalSubscript]
 
         def ask(carry: Any) -> bool:
-            norm.eval()
             norm(carry[0])
             return carry[1] < 5
 
         def body(carry: Any) -> Any:
-            norm.train(in_body == "train")
             return rotate(norm(carry[0])), carry[1] + 1
 
         return grad(tl.while_loop(ask, body, (init, 0), checkpoints=checkpoints)[0].sin().sum(), init)[0]
 
     torch.testing.assert_close(gradient(2), gradient(None), equal_nan=True)
+
+
+def test_a_body_that_sets_the_mode_of_a_module_is_refused() -> None:
+    """A replay would begin in the mode that the last step has left."""
+    norm = nn.BatchNorm1d(2, dtype=torch.float64)
+
+    def body(i: int, c: Tensor) -> Tensor:
+        c = rotate(norm(c))
+        norm.eval()
+        return c
+
+    with pytest.raises(RuntimeError, match=r"the body calls eval\(\) of a module"):
+        tl.fori_loop(0, 3, body, randn(4, 2), checkpoints=2)
+    assert norm.training
 
 
 @with_and_without_checkpoints

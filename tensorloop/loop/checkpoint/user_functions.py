@@ -47,7 +47,6 @@ class Watched:
                 raise
         finally:
             self.captures.followed = False
-            judge.raised.clear()
             judge.end()
             self.paths.next(self.notes.news)
             self.notes.next()

@@ -176,7 +176,7 @@ class _Frame:
             if check is not None:
                 self.before(frame, check)
         elif event == "exception":
-            self.raised.append(arg[1])
+            self.raised.add(id(arg[1]))
 
     def local_of_all(self, frame: FrameType, event: str, arg: Any) -> None:
         """Of any."""
@@ -184,7 +184,7 @@ class _Frame:
             _before(self.followed, frame, frame.f_lasti)
         elif event == "exception":
             for judge, _ in self.followed:
-                judge.raised.append(arg[1])
+                judge.raised.add(id(arg[1]))
 
 
 def _before(followed: _Followed, frame: FrameType, offset: int) -> None:
@@ -248,7 +248,7 @@ def _first(code: CodeType) -> int:
 def _on_raise(code: CodeType, offset: int, error: BaseException) -> None:
     if _is_on():
         for judge, _ in _frames.get(id(sys._getframe(1)), ()):
-            judge.raised.append(error)
+            judge.raised.add(id(error))
 
 
 def _use_tool() -> None:

@@ -49,7 +49,7 @@ class Judge(Calls):
     def __init__(self, notes: Notes | None = None, paths: Paths | None = None, given: Iterable[Any] = ()) -> None:
         self.notes, self.paths = notes, paths
         self.seen: Effect | None = None
-        self.raised: list[BaseException] = []
+        self.raised: set[int] = set()  # by id: an exception holds frames, and those the step's tensors
         self.made = dict[int, Any]()  # what is known to be new, held so that no id comes twice
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top

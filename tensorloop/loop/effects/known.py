@@ -13,7 +13,7 @@ import types
 from typing import Any
 
 # Whose Python code is left to those who look at torch's operations, or is known to change nothing that lasts.
-LIBRARIES = frozenset({"torch", "tensorloop", "numpy", "optree", "sympy", "_pytest", "pytest"})
+LIBRARIES = frozenset("torch tensorloop numpy optree sympy numba llvmlite _pytest pytest".split())
 _NOT_TRUSTED = ("torch.optim", "torch.random", "torch.utils.data", "torch.utils.tensorboard")
 _STANDARD = frozenset(
     "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib importlib._bootstrap "

@@ -35,14 +35,12 @@ def judged(calls: CallWatch) -> Iterator[None]:
             raise signals[0]
         if (effect := judge.seen) is not None:
             raise (Appeared if effect.appeared else Refused)(f"the body {effect.what}", STATE, effect.place)
-        went_through = {id(error) for error in judge.raised}
         for name, error, place in calls.failed:
-            if id(error) in went_through:
+            if id(error) in judge.raised:
                 raise Refused(f"the body catches what {name}() raises", TRIED, place)
     finally:
         calls.judge = None
         calls.failed.clear()
-        judge.raised.clear()
         judge.end()
 
 
