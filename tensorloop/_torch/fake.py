@@ -127,5 +127,20 @@ def fakes_like(examples: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor
     if mode is None:
         yield lambda x: x
         return
-    with mode:
+    with mode, _Running():
         yield lambda x: x if hasattr(x, "fake_mode") else mode.from_tensor(x)
+
+
+class _Running(OperationMode):
+    """Says what running sums and products give: torch would find it by a tensor as large as the square of theirs."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation on fakes."""
+        kwargs = kwargs or {}
+        if func not in (torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default):
+            return func(*args, **kwargs)
+        x = args[0]
+        own = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+        return x.new_empty(x.shape, dtype=kwargs.get("dtype") or own)

@@ -23,7 +23,8 @@ CURE_OF_ERRORS = "set compile=False if the eager loop is right"
 # What torch says of what stands for a number, where it takes numbers alone.
 _STAND_INS = [
     ("NumberRead", ".item() reads a value in Python", VALUES),
-    ("concrete integers", "an operation takes i, the number of the step, as a Python number", "torch.as_tensor(i)"),
+    ("concrete integers", "an operation takes i, the number of the step, as a Python number", "torch.tensor(i)"),
+    ("Expected cond to be True", "it takes a power of a negative number by i", "torch.tensor(-0.5) ** i"),
 ]
 _NO_MEMORY = r"can't allocate memory|CUDA out of memory|Storage size calculation overflowed"
 

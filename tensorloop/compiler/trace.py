@@ -14,6 +14,7 @@ from tensorloop.compiler.operations import aten
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import NATIVE, Refused
 
+PICKS = aten.select.int, aten.slice.Tensor  # which give a part of a tensor that begins at a number
 _CHECK = aten._linalg_check_errors.default
 
 
@@ -143,15 +144,43 @@ def _read(found: "dict[int, Tensor] | _Cut", x: Any) -> Any:
 
 def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
     """An operation again; where it takes the number of the step, as a tensor of one."""
-    if not any(isinstance(x, Number) for x in o.args):
+    numbers = [k for k, x in enumerate(o.args) if isinstance(x, Number)]
+    if not numbers:
         return o.function(*args, **kwargs)
     if o.function is aten.select.int:
-        x, dim, index = args
-        index = torch.where(index < 0, index + x.shape[dim], index)  # select() counts from the end, index_select() not
-        return aten.index_select.default(x, dim, index.reshape(1)).squeeze(dim)
+        return aten.index_select.default(*args[:2], _slots(*args)).squeeze(args[1])
+    if o.function is aten.slice.Tensor:
+        x, dim, start, _, *step = args
+        return aten.index_select.default(x, dim, _slots(x, dim, start, o.args[3].shift - o.args[2].shift, *step))
+    if o.function is aten.index_copy_.default:  # what is written to a part goes back to where it was taken
+        x, dim, start, part, step = args
+        part = part if part.dim() == x.dim() else part.unsqueeze(dim)
+        return o.function(x, dim, _slots(x, dim, start, part.shape[dim] * step, step), part)
     if o.function is aten.scalar_tensor.default:
         return args[0].to(kwargs.get("dtype") or torch.get_default_dtype())
+    others = [x for k, x in enumerate(args) if k not in numbers and isinstance(x, Tensor)]
+    others = [x for x in others if x.dtype is not torch.bool] or others  # but masks
+    for k in numbers if others else ():  # a number has less of a say in what dtype comes out than a tensor of one
+        kind = torch.result_type(others[0], 1.0 if args[k].is_floating_point() else 1)
+        if torch.result_type(others[0], args[k]) is not kind:
+            args[k] = args[k].to(kind)
     return o.function.overloadpacket(*args, **kwargs)
+
+
+def _slots(x: Tensor, dim: int, start: Tensor, size: int = 1, step: int = 1) -> Tensor:
+    """Which slots of a dim a part of it has; `start` may be counted from the end."""
+    start = torch.where(start < 0, start + x.shape[dim], start)
+    return start.reshape(1) if size == 1 else start + torch.arange(0, size, step)
+
+
+def select_at(x: Tensor, dim: int, place: int) -> Tensor:
+    """One slot of a dim, by an index: the dim may be smaller where the step is traced."""
+    return slice_at(x, dim, place, place + 1).squeeze(dim)
+
+
+def slice_at(x: Tensor, dim: int, start: int, stop: int, step: int = 1) -> Tensor:
+    """Slots of a dim, by indices: they are as many as these say."""
+    return aten.index_select.default(x, dim, torch.arange(start, stop, step))
 
 
 def _store(found: dict[int, Tensor], results: Any, out: Any) -> None:

@@ -97,7 +97,9 @@ def _call_on_a_fake(element: _Element, xs: Leaves, dim: int) -> list[Tensor]:
     """The ys of no elements."""
     try:
         with fake_tensors():
-            fakes = without_effects(element.of, [torch.empty((1, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in xs])
+            fakes = without_effects(
+                element.of, [torch.empty((1, *x.shape[1:]), dtype=x.dtype, device=x.device) for x in xs]
+            )
     except Effect as effect:  # what cannot be taken back
         raise Misuse(f"map: xs have no elements, and fn {effect.what}, so nobody knows the shapes of ys") from None
     except Exception as error:

@@ -55,7 +55,6 @@ class Loop:
         self.outputs = None if slices is None else slices.outputs()
         self.lower = 0  # the number of what comes first in index order, and the function that takes the numbers
         self.numbered: Callable[..., Any] | None = None
-        self.may_count = True  # whether a compiled step may number what counts in the carry
         self.counters: dict[int, int] = {}  # leaves of the carry that are Python ints, and what a step adds to them
         self.first_may_part = False  # whether the caller runs the first step by itself where that differs
         self.carry = Carry(init, lambda: name_of_carry(functions))

@@ -51,13 +51,13 @@ def test_a_body_that_asks_for_the_length_is_tried_with_every_length():
     [
         (
             lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().sum(0) / math.sqrt(len(a))),
-            "depends on the length",
+            "computes a float from the length",
         ),
-        (lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().cumsum(0)[-1]), "numel|cumsum"),
+        (lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().cumprod(0)[-1]), "max: not known for sizes"),
         (lambda h, a, x, d: next_state(h, x, d, a.write_rows(torch.arange(B), h)[0]), "in Python|row by row"),
         (lambda h, a, x, d: next_state(h, x, d, a.append(h).append(x).truncate(SLOTS)[-1]), "array .* is cut short"),
     ],
-    ids=["a float of the length", "a running sum", "rows", "cut short"],
+    ids=["a float of the length", "a running product", "rows", "cut short"],
 )
 def test_what_falls_back(step: Callable[..., Tensor], reason: str):
     refused(Inputs(), step, reason)

@@ -88,7 +88,7 @@ class FirstAnswer(NamedTuple):
     tensor: Tensor | None = None
 
 
-NOT_THERE = "an index that a step computes is that of no slot of an array in the carry"
+NOT_THERE = "an index that a step computes is that of no slot of an array in the carry, or of what its length indexes"
 APPEND = "a.append(x) adds a slot; else set compile=False if the eager loop is right"
 _NO_CONDITION = FirstAnswer("the step")
 

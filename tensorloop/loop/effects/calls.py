@@ -128,7 +128,10 @@ class Calls:
             self._torchs_state(frame, name, name)
             _note_harmless(f, name)
             return self._arguments(frame, "", args) if self.notes is not None else None
-        if module.startswith(("numpy", "_operator", "_heapq", "_bisect", "_collections")) and name in known.CHANGES_FIRST:
+        if (
+            module.startswith(("numpy", "_operator", "_heapq", "_bisect", "_collections"))
+            and name in known.CHANGES_FIRST
+        ):
             method = f"__{name}__" if module == "_operator" else "__setitem__"
             if name == "setitem" and len(args) == 3:
                 return self.item(frame, *args)

@@ -31,9 +31,9 @@ def may_fail(func: Any, args: Any) -> bool:
     """Whether an operation raises for some values of its arguments."""
     name = func.overloadpacket.__name__
     if name in _DIVIDES:
-        return not any(isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point()) for x in args[:2]) and (
-            not name.startswith("div") or "mode" in func._overloadname
-        )
+        return not any(
+            isinstance(x, float) or (isinstance(x, Tensor) and x.is_floating_point()) for x in args[:2]
+        ) and (not name.startswith("div") or "mode" in func._overloadname)
     return name in _FAILS
 
 

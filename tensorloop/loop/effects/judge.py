@@ -158,7 +158,11 @@ class Judge(Calls):
         """Judges that `owner`, which is older, gets another value under a name."""
         if _same(was, value):
             return
-        if self.notes is not None and owner is not UNKNOWN and self.notes.writes(owner, name, was, anew=not self._counts):
+        if (
+            self.notes is not None
+            and owner is not UNKNOWN
+            and self.notes.writes(owner, name, was, anew=not self._counts)
+        ):
             return
         self.refuse(frame, what, was is None or was is GONE)
 
@@ -290,7 +294,9 @@ class Judge(Calls):
         container, key = operands(frame, 2)
         if isinstance(container, collections.defaultdict) and not self.is_new(container):
             if _item(container, key) is GONE:
-                self.stores(frame, container, SOME, GONE, 0, "makes an item of a defaultdict from outside by reading it")
+                self.stores(
+                    frame, container, SOME, GONE, 0, "makes an item of a defaultdict from outside by reading it"
+                )
         elif not counted:
             self.reads(frame, container, ("item", key) if _is_plain(key) else SOME)
 

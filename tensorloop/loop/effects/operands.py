@@ -23,7 +23,19 @@ _HEIGHT_IS_WRITTEN = sys.version_info < (3, 12)  # later ones write it for some 
 _ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
 _ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
 _MOST_CODES = 4096
-_NO_PUSH = ("STORE_", "DELETE_", "POP_", "JUMP_", "RETURN_", "NOP", "CACHE", "PRECALL", "KW_NAMES", "RESUME", "NOT_TAKEN")
+_NO_PUSH = (
+    "STORE_",
+    "DELETE_",
+    "POP_",
+    "JUMP_",
+    "RETURN_",
+    "NOP",
+    "CACHE",
+    "PRECALL",
+    "KW_NAMES",
+    "RESUME",
+    "NOT_TAKEN",
+)
 _TWO = {"LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "LOAD_METHOD"}
 
 

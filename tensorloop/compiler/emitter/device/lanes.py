@@ -10,7 +10,8 @@ from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Reduce, Running, Scatter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.walk_body import order_of
-from tensorloop.compiler.lengths import Length, Size
+from tensorloop.compiler.lengths import Length, Size, grows
+from tensorloop.compiler.step import Unsupported
 
 TALL = 8  # rows of a product that a lane does at once: each element of b is read once for them
 LONG = 16  # elements of a reduction that several lanes share however many results there are
@@ -61,6 +62,8 @@ def share_lanes(unit: Unit, row: int | None, rows: GroupRows | None, lanes: int)
         return _product(unit, row, rows, lanes)
     if isinstance(unit, Scatter | Running):
         shape = unit.index.shape if isinstance(unit, Scatter) else unit.array.shape
+        if grows(shape):
+            raise Unsupported(f"{type(unit).__name__} over a size that changes from step to step")
         order = _rows_first([d for d in range(len(shape)) if d != unit.dim], row)
         return _made("lines", order, shape, row, rows)
     return LaneShare("first")

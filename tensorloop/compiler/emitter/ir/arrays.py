@@ -16,7 +16,8 @@ class Region:
     """Memory of one kind. `kind` says whose, `index` which of them:
 
     invariant, constant: the same at every step; sequence, out: one slice a step; carry: the state before the step;
-    next: the state after it; sum: added to; scratch: this step's own; value: no memory at all, one number;
+    next: the state after it; sum: added to; scratch: this step's own; value: no memory at all, one number or, None, of
+    each element its place;
     array: one of the carry, changed in place; prefix: one that is only read.
     """
 

@@ -74,9 +74,9 @@ def ordered(kernel: Kernel) -> Kernel:
     """A walk with the growing dim outermost, so that those of one size share a nest."""
     if not any(grows(array.shape) for array in (*kernel.reads(), *kernel.writes())):
         return kernel
-    if isinstance(kernel, Scatter) and not grows(kernel.source.shape):  # walks its source; `out` is only written to
+    if isinstance(kernel, Running | Scatter):  # they go line by line, whatever is outermost
         return kernel
-    if isinstance(kernel, Matmul | Running | Scatter | CallOut | Matrix):
+    if isinstance(kernel, Matmul | CallOut | Matrix):
         raise Unsupported(f"{type(kernel).__name__} over a size that changes from step to step")
     if not grows(kernel.space):
         return kernel
@@ -141,8 +141,7 @@ def lower(call: Any, handlers: Any, args: Any, kwargs: Any) -> Any:
     made = None if own is None else own(call, *args, **kwargs)
     if made is not None:
         return made
-    if any(isinstance(x, Pending) for x in args):
-        raise Unsupported("of an array's gradient")
+    args = [_whole(call.low, x) if isinstance(x, Pending) else x for x in args]
     if call.name not in handlers:
         raise Unsupported("not known for sizes that change from step to step")
     return handlers[call.name](call, *args, **kwargs)
@@ -244,18 +243,28 @@ def _add(call: Any, a: Any, b: Any, alpha: Any = 1) -> Any:
     # A version of the array takes the other operand in place: part by part, as zeros elsewhere change nothing.
     for x, y, node in ((a, b, call.node.args[0]), (b, a, call.node.args[1])):
         if call.node in low.written and node in low.written and _is_version(x):
-            parts = y.parts if isinstance(y, Pending) else ((None, y),)
-            for start, value in parts:
-                if isinstance(start, Array):
-                    indexed(low, x, start, value, True)
-                    continue
-                place = x if start is None else _slots(x, start, value.shape[0])
-                low.compute("more", Math.add, [place, low.cast(value, x.dtype)], x.dtype, out=place)
-            return x
+            return _with_parts(low, x, y.parts if isinstance(y, Pending) else ((None, y),))
     if not any(isinstance(x, Pending) for x in (a, b)):
         return None
     sides = [x.parts if isinstance(x, Pending) else ((None, x),) for x in (a, b)]
     return Pending((*sides[0], *sides[1]), call.shape)
+
+
+def _with_parts(low: Any, x: Array, parts: Sequence[tuple[int | Array | None, Array]]) -> Array:
+    """Adds parts to x in place."""
+    for start, value in parts:
+        if isinstance(start, Array):
+            indexed(low, x, start, value, True)
+            continue
+        place = x if start is None else _slots(x, start, value.shape[0])
+        low.compute("more", Math.add, [place, low.cast(value, x.dtype)], x.dtype, out=place)
+    return x
+
+
+def _whole(low: Any, x: Pending) -> Array:
+    """Zeros of an array's size with what is added to them, for who needs the tensor."""
+    dtype = x.parts[0][1].dtype
+    return _with_parts(low, low.copy(low.number(0, dtype).expand(x.shape), low.new(x.shape, dtype)), x.parts)
 
 
 def _pad(call: Any, x: Any, pad: Sequence[int], value: Any = 0) -> Any:
@@ -282,8 +291,17 @@ def _put_at(call: Any, x: Any, indices: Sequence[Any], value: Any, accumulate: b
     if call.node in call.low.written and _is_version(x):  # `scheduled` has put all who see the old slots before this
         indexed(call.low, x, indices[0], value, accumulate)
         return x
-    zeros = x.buffer.kind == "value" and x.buffer.value == 0
+    zeros = x.buffer.value == 0 and grows(call.shape)
     return Pending(((indices[0], value),), call.shape) if zeros and accumulate else None
+
+
+def _of_embedding(call: Any, grad: Array, index: Array, rows: int, padding: int, by_frequency: bool) -> Array | None:
+    """The gradient of a table whose rows were taken at so many places."""
+    if padding >= 0 or by_frequency:
+        return None
+    out = call.low.copy(call.low.number(0, grad.dtype).expand(call.shape), call.low.new(call.shape, grad.dtype))
+    indexed(call.low, out, index, grad, True)
+    return out
 
 
 def indexed(low: Any, out: Array, index: Array, value: Array, add: bool) -> None:
@@ -299,7 +317,23 @@ def indexed(low: Any, out: Array, index: Array, value: Array, add: bool) -> None
     )
 
 
-_OWN = {"index_put": _put_at, "cat": _cat, "add": _add, "constant_pad_nd": _pad, "select_scatter": _put}
+def _arange(call: Any, *ends: Any, **kwargs: Any) -> Array:
+    """Numbers as many as an array has slots: each is its own place."""
+    start, step = ends[0] if len(ends) > 1 else 0, ends[2] if len(ends) > 2 else 1
+    if not all(isinstance(x, int) or (isinstance(x, Length) and not x.real) for x in (start, step)):
+        raise Unsupported("floats as many as an array has slots")
+    return call.low.cast(Array(Region("value", 0, 1, torch.int64), call.shape, (step,), start), call.dtype)
+
+
+_OWN = {
+    "arange": _arange,
+    "index_put": _put_at,
+    "embedding_dense_backward": _of_embedding,
+    "cat": _cat,
+    "add": _add,
+    "constant_pad_nd": _pad,
+    "select_scatter": _put,
+}
 
 
 def product(low: Any, a: Array, b: Array) -> Array:

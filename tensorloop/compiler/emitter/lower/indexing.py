@@ -6,7 +6,7 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array, broadcast
+from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast
 from tensorloop.compiler.emitter.ir.code import Value
 from tensorloop.compiler.emitter.ir.kernels import Running, Scatter, identity
 from tensorloop.compiler.emitter.ir.vector_math import Math
@@ -194,12 +194,12 @@ def running_extreme(call: Call, x: Array, dim: int) -> tuple[Array, Array]:
     if not values.numel:
         return low.cast(values, x.dtype), index
     low.kernels.append(Running(how, wide, dim, values))
-    line = torch.arange(x.shape[dim]).reshape([-1 if d == dim else 1 for d in range(len(x.shape))])
+    line = Array(Region("value", 0, 1, torch.int64), x.shape, tuple(int(d == dim) for d in range(len(x.shape))))
 
     def new(m: Math, one: Value, most: Value, place: Value) -> Value:
         found = m.code.binary("or", m.compare("eq", one, most), m.isnan(one))
         return m.where(found, place, m.like(place, 0))
 
-    places = low.point("places", new, [wide, values, low.constant(line).expand(x.shape)], torch.int64, x.shape)
+    places = low.point("places", new, [wide, values, line], torch.int64, x.shape)
     low.kernels.append(Running("amax", places, dim, index))
     return low.cast(values, x.dtype), index

@@ -199,7 +199,7 @@ class Lowering:
         wraps: bool = False,
     ) -> Array:
         """source at indices: `free` is source broadcast to `shape` with stride 0 at what `indices` choose."""
-        if source.buffer.kind == "value":
+        if source.buffer.value is not None:
             return self.number(source.buffer.value, source.dtype).expand(shape)
         out = self.new(shape, source.dtype)
         if out.numel:

@@ -37,7 +37,7 @@ def div(call: Call, a: Any, b: Any, rounding_mode: str | None = None) -> Array:
 
 def _refuse_zero(b: Any, dtype: torch.dtype) -> None:
     """Refuses divisors that may be 0 as integers of a dtype (2**32 is, of 32 bits): torch raises where one is."""
-    number = b.buffer.value if isinstance(b, Array) and b.buffer.kind == "value" else b
+    number = b.buffer.value if isinstance(b, Array) and b.buffer.value is not None else b
     if isinstance(number, Array) or not torch.tensor(number).to(dtype):
         raise Unsupported("of integers by what may be 0")
 

@@ -435,9 +435,10 @@ def operations_of(unit: Unit, slots: int = MANY) -> int:
         return 2 * unit.out.numel * unit.a.shape[-1]
     if isinstance(unit, Matrix):
         return sum(array.numel for array in unit.outs) * max(unit.ins[0].shape[unit.batch :])
-    if isinstance(unit, WalkGroup):
-        size = math.prod(slots if isinstance(one, Length) else one for one in unit.space)
-        return 8 * size * len(unit.walks)
     if isinstance(unit, CallOut):
         return 0
-    return 8 * (unit.index if isinstance(unit, Scatter) else unit.array).numel
+    space = (
+        unit.space if isinstance(unit, WalkGroup) else (unit.index if isinstance(unit, Scatter) else unit.array).shape
+    )
+    size = 8 * math.prod(slots if isinstance(n, Length) else n for n in space)
+    return size * len(unit.walks) if isinstance(unit, WalkGroup) else size

@@ -6,6 +6,7 @@ from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Running, Scatter, identity
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
+from tensorloop.compiler.lengths import Length
 
 
 def _join(math: Math, how: str) -> Callable[[Value, Value], Value]:
@@ -19,7 +20,7 @@ def write_scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> Non
     def walk(index: list[Index]) -> None:
         if len(index) < len(shape):
             dim = len(index)
-            with code.loop(*walked(rows, dim, shape[dim])) as loop:
+            with code.loop(*walked(rows, dim, code.sized(shape[dim]))) as loop:
                 walk([*index, loop.index])
             return
         scatter_one(memory, kernel, index)
@@ -53,7 +54,8 @@ def write_running(memory: Memory, kernel: Running, rows: RowRange | None) -> Non
     code, shape = memory.code, kernel.array.shape
     others = [dim for dim in range(len(shape)) if dim != kernel.dim]
     # Lines do not meet, so neighbouring ones are lanes; but not along the rows, of which a thread has any number.
-    lane = others[-1] if others and (rows is None or others[-1] != rows.dim) else None
+    fixed = bool(others) and not isinstance(shape[others[-1]], Length)
+    lane = others[-1] if fixed and (rows is None or others[-1] != rows.dim) else None
     width = memory.target.lanes({kernel.out.dtype}) if lane is not None else 1
     width = min(width, 1 << (shape[lane] - 1).bit_length()) if lane is not None else 1
 
@@ -75,7 +77,7 @@ def write_running(memory: Memory, kernel: Running, rows: RowRange | None) -> Non
                 index[dim] = whole
                 line(index, code.lanes("i1", [whole + n < shape[dim] for n in range(width)]))
             return
-        with code.loop(*walked(rows, dim, shape[dim])) as loop:
+        with code.loop(*walked(rows, dim, code.sized(shape[dim]))) as loop:
             index[dim] = loop.index
             walk(index, left[1:])
 
@@ -89,7 +91,7 @@ def running_line(
     code, math, kind = memory.code, memory.math, KINDS[kernel.out.dtype]
     join = _join(math, kernel.how)
     first = code.constant(kind, identity(kernel.how, kernel.out.dtype), width)
-    with code.loop(0, kernel.array.shape[kernel.dim], 1, [first]) as loop:
+    with code.loop(0, code.sized(kernel.array.shape[kernel.dim]), 1, [first]) as loop:
         index[kernel.dim] = loop.index
         value = memory.load(kernel.array, index, lane, width, mask)
         total = join(loop.values[0], value)

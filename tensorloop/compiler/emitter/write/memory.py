@@ -55,6 +55,8 @@ class Memory:
     def load(self, array: Array, index: Sequence[Index], lane_dim: int | None, width: int, mask: Value | None) -> Value:
         """The elements at an index and those after it along one dim."""
         code, kind = self.code, KINDS[array.dtype]
+        if array.buffer.kind == "value" and array.buffer.value is None:
+            return self._places(array, index, lane_dim, width)
         if array.buffer.kind == "value":
             wide = code.constant(KINDS[computed_in(array.dtype)], array.buffer.value, width)
             return self.math.cast(wide, kind)
@@ -71,6 +73,19 @@ class Memory:
         else:
             made = self.masked("gather", memory, width, self._lanes(base, stride * align, width), align, mask)
         return self._from_memory(made, kind)
+
+    def _places(self, array: Array, index: Sequence[Index], lane_dim: int | None, width: int) -> Value:
+        """Where elements lie in a buffer that has no memory, which is what they are."""
+        code = self.code
+        first = code.add(array.offset, *(code.times(i, s) for i, s in zip(index, array.strides, strict=True)))
+        wide = (
+            code.splat(Value(str(first), "i64"), width)
+            if isinstance(first, str)
+            else code.constant("i64", first, width)
+        )
+        if lane_dim is None or width == 1:
+            return wide
+        return self.math.add(wide, code.lanes("i64", [n * array.strides[lane_dim] for n in range(width)]))
 
     def _from_memory(self, value: Value, kind: str) -> Value:
         return self.math.compare("ne", value, self.math.like(value, 0)) if kind == "i1" else value

@@ -137,7 +137,7 @@ def _trace(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, number
     if carry != [(x.shape, x.dtype) for x in tensors[:n]]:
         raise Refused("the body changes the shapes or dtypes of its carry", "return the carry as it came")
     captures = [*range(m, len(tensors)), *log.captures]
-    step = Trace(log.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, log.writes)
+    step = Trace(log.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, bool(log.writes))
     return StepText(step, [([int(size) for size in x.shape], x.dtype) for x in tensors], list(log.captures.values()))
 
 

@@ -20,8 +20,10 @@ from tensorloop._common.user_line import UserLine, user_place
 from tensorloop._torch import transforms
 from tensorloop._torch.functions import watch_calls
 from tensorloop._torch.storage import PLAIN as PLAIN
-from tensorloop.compiler.refused import VALUES, Refused
+from tensorloop.compiler.operations import aten
+from tensorloop.compiler.refused import TRIED, VALUES, Refused
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls
+from tensorloop.loop.effects.caught import caught_at
 from tensorloop.loop.effects.follow import rest, rests, resume, start, stop
 from tensorloop.loop.effects.judge import Judge
 
@@ -64,6 +66,7 @@ _SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a ten
 # Calls that give what they read, and nothing else.
 READING = frozenset({Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist})
 READING |= {Tensor.__complex__, Tensor.is_nonzero, torch.is_nonzero, Tensor.allclose, torch.allclose}
+NUMBERS = torch.SymInt, torch.SymFloat  # what the number of a step is to a body, and what it computes from it
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 # Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
 _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
@@ -169,8 +172,6 @@ class CallWatch(TorchFunctionMode):
             )
         if reason is not None:
             raise refusal(*reason)
-        if func is Tensor.__getitem__ and (picked := _numbered_item(*args)) is not None:
-            return picked
         return self._made_inside(func, args, kwargs)
 
     def _made_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
@@ -180,11 +181,18 @@ class CallWatch(TorchFunctionMode):
         try:
             if func is Tensor.item and self.number_read is not None and (found := self.number_read(*args)) is not None:
                 return found
-            if func is functional.one_hot and (hot := _one_hot(*args, **(kwargs or {}))) is not None:
-                return hot
-            return func(*args, **(kwargs or {}))
+            own = _OWN.get(func)
+            found = NotImplemented if own is None else own(*args, **(kwargs or {}))
+            return func(*args, **(kwargs or {})) if found is NotImplemented else found
         finally:
             self.inside = outer
+
+    def refuse_caught(self, name: str) -> None:
+        """Refuses an operation that may fail at another step, where the body would catch that."""
+        may_fail_calls.add(self.call)
+        if (place := caught_at()) is not None:
+            said = self.said(name)
+            raise Refused(f"{said} may fail by its values at another step, and the body would catch that", TRIED, place)
 
     def said(self, operation: str) -> str:
         """The call that does this operation, as a user writes it."""
@@ -194,24 +202,82 @@ class CallWatch(TorchFunctionMode):
         return f"{name}()" if name and name.strip("_") == name else operation
 
 
-def _numbered_item(x: Tensor, index: Any) -> Tensor | None:
-    """`x[i]` and `x[:, i]`, where i is the number of a step, which torch does not take there; None without such."""
-    parts = index if type(index) is tuple else (index,)
-    if not any(type(p) is torch.SymInt for p in parts) or any(type(p) not in (torch.SymInt, int, slice) for p in parts):
-        return None
-    dim = 0
-    for p in parts:
-        x = x[(*[slice(None)] * dim, p)] if type(p) is slice else torch.select(x, dim, p)
-        dim += type(p) is slice
-    return x
+def _has_number(x: Any) -> bool:
+    """Whether the number of a step is in an index."""
+    if type(x) is tuple:
+        return any(map(_has_number, x))
+    return _has_number((x.start, x.stop, x.step)) if type(x) is slice else type(x) in NUMBERS
 
 
-def _one_hot(tensor: Tensor, num_classes: int = -1) -> Tensor | None:
+def _tensor(data: Any, dtype: Any = None, device: Any = None) -> Any:
+    if type(data) not in NUMBERS:
+        return NotImplemented
+    return torch.scalar_tensor(
+        data, dtype=dtype or (torch.int64 if type(data) is torch.SymInt else None), device=device
+    )
+
+
+def _item(x: Tensor, index: Any) -> Any:
+    if not _has_number(index):
+        return NotImplemented
+    part, rest = _picked(x, index if type(index) is tuple else (index,))
+    return part if all(type(p) is slice and p == slice(None) for p in rest) else part[rest]
+
+
+def _set_item(x: Tensor, index: Any, value: Any) -> Any:
+    if not _has_number((index, value)):
+        return NotImplemented
+    part, rest = _picked(x, index if type(index) is tuple else (index,))
+    part[rest or ...] = _tensor(value) if type(value) in NUMBERS else value
+    return None
+
+
+def _picked(x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]:
+    """(the part of x that numbers in an index choose, the index without them): torch, too, takes these first."""
+    parts: list[Any] = [torch.tensor(p) if isinstance(p, list) else p for p in index]
+    dims = [0 if p is None or p is ... or isinstance(p, bool) else 1 for p in parts]
+    dims = [p.dim() if isinstance(p, Tensor) and p.dtype is torch.bool else n for p, n in zip(parts, dims, strict=True)]
+    skipped, dim, rest = x.dim() - sum(dims), 0, list[Any]()
+    for p, count in zip(parts, dims, strict=True):
+        if type(p) is torch.SymInt:
+            x = torch.select(x, dim, p)
+            continue
+        if _has_number(p):
+            x, p = _sliced(x, dim, p), slice(None)
+        rest.append(p)
+        dim += skipped if p is ... else count
+    return x, tuple(rest)
+
+
+def _sliced(x: Tensor, dim: int, part: slice) -> Tensor:
+    """As many elements at every step, from one on that depends on its number."""
+    start, stop, step = part.start, part.stop, 1 if part.step is None else part.step
+    low, high = getattr(start, "node", None), getattr(stop, "node", None)
+    if low is None or high is None or (low.of, low.scale) != (high.of, high.scale) or type(step) is not int or step < 1:
+        raise refusal(
+            "the body takes a slice whose shape depends on i, the number of the step",
+            "take all of it, and mask: torch.where(torch.arange(n) < i, x, 0)",
+        )
+    if low.bounds()[0] < 0 or high.bounds()[1] > x.shape[dim]:
+        raise refusal(
+            "the body takes a slice by i, the number of the step, that is not whole at every step",
+            "pad the tensor before the loop, so that each slice is in it",
+        )
+    return aten.slice.Tensor(x, dim, start, stop, step)
+
+
+def _one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
     """As torch has it, which reads whether there are so many classes: here an index out of range says so."""
     if num_classes < 1 or tensor.dtype is not torch.int64:
-        return None
+        return NotImplemented
     zeros = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device=tensor.device)
     return zeros.scatter(-1, tensor.unsqueeze(-1), 1)
+
+
+# What is called in the place of functions that do not take the number of a step, or read values.
+_OWN: dict[Any, Callable[..., Any]] = {Tensor.__getitem__: _item, Tensor.__setitem__: _set_item}
+_OWN |= {torch.tensor: _tensor, torch.as_tensor: _tensor}
+_OWN[functional.one_hot] = _one_hot
 
 
 def _updates(norm: Any, args: Any, kwargs: dict[str, Any]) -> bool:

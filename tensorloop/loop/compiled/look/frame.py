@@ -20,7 +20,8 @@ from tensorloop.loop.compiled.look.judged import judged, refuse_shared
 from tensorloop.loop.compiled.look.known_calls import CallTrail
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
-from tensorloop.loop.compiled.look.step_number import refuse_returned, symbol
+from tensorloop.loop.compiled.look.picked_parts import PickedParts
+from tensorloop.loop.compiled.look.step_number import UNKNOWN, refuse_returned, symbol
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
@@ -108,6 +109,8 @@ class Frame:
             self.carry += [*(lasts[i] for i in self.held), first, taken]
         if isinstance(loop, PaddedLoop):
             self.carry += [loop.lasts[i].detach() for i in self.held]
+        if carries_number(loop):
+            self.carry.append(torch.full((), loop.lower, dtype=torch.int64, device=self.place.device))
         self.xs = sequences(loop, self.place.device)
         self.root = self._root()
         self.answers: Sequence[bool] = ()  # what the body is told where it reads a bool in Python; of one that ran, was
@@ -179,9 +182,9 @@ class Frame:
         calls = watch.watch if isinstance(watch, OperationLog) else watch
         with judged(calls):
             results = self._run(watch, carry, row)
-        if isinstance(watch, OperationLog) and watch.writes_given:
+        if isinstance(watch, OperationLog) and watch.writes:
             plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
-            refuse_shared(watch, [results.carry[k] for k in plain], row)
+            refuse_shared(watch, (*carry, *row), [results.carry[k] for k in plain], row)
         return results
 
     def _run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
@@ -194,7 +197,7 @@ class Frame:
         elif self.active is not None:
             new, ys, answer = self._run_padded(watch, carry, state, row)
         else:
-            new, ys, answer = self._run_plain(watch, state, row)
+            new, ys, answer = self._run_plain(watch, state, row, row if not carries_number(self.loop) else carry)
         self.loop.last_tree = (None, None)  # who asks whether the body keeps a tensor of the step finds none here
         arrays, pairs = self.arrays, zip(self.places, new, strict=False)  # what the loop adds to the carry follows
         growth = arrays.growth([(i, x) for i, x in pairs if i in arrays.first]) if arrays.places else ()
@@ -205,19 +208,21 @@ class Frame:
         return self.arrays.stand_in(i, values, watch, number)
 
     def _run_plain(
-        self, watch: Watch, state: list[Any], row: list[Tensor]
+        self, watch: Watch, state: list[Any], row: list[Tensor], numbers: list[Tensor]
     ) -> tuple[list[Tensor], list[Any], Tensor | None]:
         loop, numbered = self.loop, is_numbered(self.loop)
         if numbered:
             assert isinstance(watch, OperationLog)
-            watch.number = row[-1]
-            for i, more in loop.counters.items():
-                state[i] = symbol(loop.init[i], row[-1], watch, more, loop.init[i] - more * loop.lower)
+            watch.parts = PickedParts(watch.number_of)
+            state = self._with_counters(state, numbers[-1], watch)
         if loop.name == "fori_loop":
             assert loop.numbered is not None
             assert isinstance(watch, OperationLog)
             with watch:
-                returned, y = loop.numbered(symbol(loop.lower, row[-1], watch), loop.tree_of(state)), None
+                returned, y = (
+                    loop.numbered(symbol(loop.lower, row[-1], watch, span=span_of(loop)), loop.tree_of(state)),
+                    None,
+                )
         else:
             slices = self._slices(row, watch)
             with watch:
@@ -229,8 +234,20 @@ class Frame:
         leaves = loop.checked(returned, 0)
         ys = [] if loop.outputs is None else loop.outputs.leaves_of(y, 0)
         self._check_others(leaves)
-        answer = self._ask(watch, leaves)
-        return self._tensors_of(leaves), ys, answer
+        answer = self._ask(watch, leaves if not loop.counters else self._with_counters(leaves, numbers[-1], watch, 1))
+        new = self._tensors_of(leaves)
+        if carries_number(loop):
+            with watch:
+                new.append(numbers[-1] + 1)
+        return new, ys, answer
+
+    def _with_counters(self, leaves: list[Any], number: Tensor, watch: Watch, after: int = 0) -> list[Any]:
+        """Leaves with a number for each int that counts, by that of the step: as it is before it or, 1, after it."""
+        loop, leaves = self.loop, list(leaves)
+        for i, more in loop.counters.items():
+            now = loop.init[i] + more * after
+            leaves[i] = symbol(now, number, watch, more, now - more * loop.lower, span_of(loop))
+        return leaves
 
     def _run_stopping(
         self, watch: Watch, carry: list[Tensor], state: list[Any]
@@ -294,7 +311,7 @@ class Frame:
         for k, numbers in slices.ranges.items():
             assert isinstance(watch, OperationLog)
             first = numbers.start - self.loop.lower * numbers.step  # as if the loop began at 0
-            leaves[k] = symbol(numbers[slices.index(0)], row[-1], watch, numbers.step, first)
+            leaves[k] = symbol(numbers[slices.index(0)], row[-1], watch, numbers.step, first, span_of(self.loop))
         return leaves
 
     def _ask(self, watch: Watch, leaves: list[Any]) -> Tensor | None:
@@ -303,9 +320,10 @@ class Frame:
         if loop.cond is None and loop.until is None:
             return None
         with torch.no_grad(), watch:
-            watch.grad, watch.may_read, watch.values = False, loop.until is not None, None
+            may = loop.until is not None or bool(loop.counters)
+            watch.grad, watch.may_read, watch.values = False, may, None
             answer = self._answer(leaves)
-            if loop.until is not None and (isinstance(answer, bool) or watch.reads):
+            if may and (isinstance(answer, bool) or watch.reads):
                 raise AnswersInPython
             if loop.until is not None and loop.stops_rows(answer, leaves):
                 raise Refused(ROWS_STOP, CURE_OF_ROWS)
@@ -338,7 +356,7 @@ class Frame:
     def _check_others(self, leaves: list[Any]) -> None:
         """Refuses a step that changes what is no tensor in the carry: a plan has the value of the first step.
 
-        Ints may count steps, where it is known how many there are: a condition would see those of the first step.
+        Ints may count steps.
         """
         loop, counts = self.loop, dict[int, int]()
         for i, (old, new) in enumerate(zip(loop.init, leaves, strict=True)):
@@ -351,13 +369,14 @@ class Frame:
             raise Counts(counts)
 
     def _may_count(self) -> bool:
-        loop, forward = self.loop, self.loop.slices is None or not self.loop.slices.reverse
-        known = loop.length is not None and loop.may_count and loop.cond is loop.until is None
-        return known and forward and self.rows is self.active is None and not self.arrays.places
+        forward = self.loop.slices is None or not self.loop.slices.reverse
+        return forward and self.rows is self.active is None and not self.arrays.places
 
     def _changes(self, i: int) -> Refused:
         path, kind = f"carry{self.loop.carry.tree.paths[i]}", type(self.loop.init[i]).__name__
-        return Refused(f"{path} is a Python {kind} that changes", "carry a tensor instead")
+        return Refused(
+            f"{path} is a Python {kind} that changes", "carry a tensor instead, a counter as torch.tensor(0)"
+        )
 
 
 def tensors_of(loop: Loop) -> list[Tensor]:
@@ -379,7 +398,7 @@ def _place_of(loop: Loop) -> Place:
 def sequences(loop: Loop, device: torch.device) -> list[Tensor]:
     """What a step gets a slice of, the steps first: xs, the numbers of the steps, which rows run."""
     xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
-    if is_numbered(loop):
+    if is_numbered(loop) and not carries_number(loop):
         assert loop.length is not None
         xs.append(torch.arange(loop.lower, loop.lower + loop.length, device=device))
     if isinstance(loop, PaddedLoop) and loop.entries.active is not None:
@@ -390,6 +409,19 @@ def sequences(loop: Loop, device: torch.device) -> list[Tensor]:
 def is_numbered(loop: Loop) -> bool:
     """Whether the body gets the number of its step."""
     return loop.name == "fori_loop" or bool(loop.counters) or (loop.slices is not None and bool(loop.slices.ranges))
+
+
+def carries_number(loop: Loop) -> bool:
+    """Whether the number of a step, by which ints in the carry count, is carried: nobody knows how many there are."""
+    unknown = loop.length is None or (loop.slices is None and loop.name != "fori_loop")
+    return bool(loop.counters) and unknown
+
+
+def span_of(loop: Loop) -> tuple[int, int]:
+    """The numbers of the first and the last step, as far as they are known."""
+    if loop.length is None or isinstance(loop, PaddedLoop):  # whose stretches are looked at once
+        return UNKNOWN
+    return loop.lower, loop.lower + loop.length - 1
 
 
 def code_of(function: Any) -> Any:

@@ -44,8 +44,13 @@ def judged(calls: CallWatch) -> Iterator[None]:
         judge.end()
 
 
-def refuse_shared(log: OperationLog, carry: Sequence[Tensor], row: Sequence[Tensor]) -> None:
-    """Refuses a step that writes to its carry, where the next carry shares memory: a plan gives each leaf its own."""
+def refuse_shared(log: OperationLog, given: Sequence[Tensor], carry: Sequence[Tensor], row: Sequence[Tensor]) -> None:
+    """Refuses a step that writes to what it is given, where the next carry shares memory.
+
+    A plan gives each leaf memory of its own.
+    """
+    if not log.writes & {storage_of(x) for x in given}:
+        return
     met = {storage_of(x): "a slice of xs" for x in row} | dict.fromkeys(log.foreign, "a tensor from outside")
     for x in carry:
         if (other := met.get(storage_of(x))) is not None:

@@ -204,7 +204,7 @@ def _record(
     n, last = len(carry), len(numbers) - (results.answer is not None)
     xs = [*range(n, len(given)), *(draw.number for draw in log.draws)]
     ends = numbers[:n], numbers[n:last], None if results.answer is None else numbers[-1]
-    trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, log.writes, values.answers)
+    trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, bool(log.writes), values.answers)
     captures = list(log.captures.values())
     return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail, values)
 

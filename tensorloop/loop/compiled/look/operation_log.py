@@ -23,10 +23,10 @@ from tensorloop._common.user_line import user_place
 from tensorloop._torch.dispatch import OperationMode
 from tensorloop.compiler.functions import BEGIN, COMING, END
 from tensorloop.compiler.place import HOST
-from tensorloop.compiler.refused import TRIED, VALUES, Refused
+from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
 from tensorloop.loop.compiled.look.autograd_calls import write_cut
-from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_fail_calls, refusal
+from tensorloop.loop.compiled.look.calls import NUMBERS, PLAIN, READING, CallWatch, refusal
 from tensorloop.loop.compiled.look.draws import DrawOp, Generators, check_draw, draw_op, never_draws
 from tensorloop.loop.compiled.look.number_read import NumberRead
 from tensorloop.loop.compiled.look.operation_traits import (
@@ -42,10 +42,10 @@ from tensorloop.loop.compiled.look.operation_traits import (
     offset_of,
     storage_of,
     traits_of,
-    with_numbers,
 )
+from tensorloop.loop.compiled.look.picked_parts import PickedParts
 from tensorloop.loop.compiled.look.values_read import MOST_NUMBERS, ValuesRead
-from tensorloop.loop.effects.caught import caught_at, may_fail
+from tensorloop.loop.effects.caught import may_fail
 
 MOST_OPERATIONS = 5000  # in a step: more is a loop unrolled, for which a compiler takes minutes
 
@@ -70,8 +70,8 @@ class OperationLog(OperationMode):
         self.captures: dict[int, Tensor] = {}  # number -> tensor
         self.lines = lines
         self.watch = CallWatch() if trail is None else trail  # sees the calls around the operations
-        self.writes, self.strided = False, False
-        self.number: Tensor | None = None  # of the step, where the body gets one
+        self.writes, self.strided = set[int](), False  # which memory it writes to, whether it counts places in memory
+        self.parts: PickedParts | None = None  # what the body picks by the number of the step, where it gets one
         self.grad = torch.is_grad_enabled()  # what the body is called under
         self.may_draw = True
         self.may_read = False  # values in Python; `reads` then says whether that was done
@@ -83,8 +83,6 @@ class OperationLog(OperationMode):
         self._given = len(arguments)
         self._numbers = {id(x): i for i, x in enumerate(arguments)}
         self.foreign: set[int] = set()  # the memory of captures
-        self.writes_given = False  # whether the step writes to the memory of its arguments
-        self._memory_given = {storage_of(x) for x in arguments}
         self._cut: set[int] = set()  # what detach() gave, and views of it
         self._empty: set[int] = set()  # memory that empty() gave
         self._moving = set(range(self._given))  # what may be another at each step: arguments, and what is made of them
@@ -120,7 +118,7 @@ class OperationLog(OperationMode):
         if traits.says_nothing(args, kwargs):
             return func(*args, **(kwargs or {}))
         if may_fail(func, args):
-            self._refuse_caught(traits.name)
+            self.watch.refuse_caught(traits.name)
         if traits.reason is not None and not never_draws(func, args, kwargs):
             if not (self.may_read and traits.reason == READS):
                 raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", CURES[traits.reason])
@@ -132,9 +130,7 @@ class OperationLog(OperationMode):
         self.starts.append(len(self.key))
         self._unread, self._moves = traits.fills or traits.view, False
         key, note = self.key, self._note
-        key.append(id(func))  # what hashes quickly
-        if cut:
-            key.append("cut")
+        key += [id(func), "cut"] if cut else [id(func)]  # what hashes quickly
         for x in args:
             note(x)
         if kwargs:
@@ -148,8 +144,7 @@ class OperationLog(OperationMode):
         noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
         if traits.draws:
             return self._draw(func, args, kwargs or {}, noted[0])
-        if self.number is not None and any(isinstance(x, torch.SymInt) for x in args):
-            args = with_numbers(func, args)
+        numbered, args = args, args if self.parts is None else self.parts.given(func, args, kwargs or {})
         if self._instead is not None:
             zeros = torch.zeros_like(self._instead)
             args = tuple([zeros if z is self._instead else z for z in y] if isinstance(y, list) else y for y in args)
@@ -171,18 +166,13 @@ class OperationLog(OperationMode):
                 self._write_cut(func, *noted, out)
             else:
                 self.operations.append(Operation(func, *noted, self._structure(out), user_place(), cut))
+        if self.parts is not None:
+            self.operations += self.parts.noted(func, traits, numbered, kwargs or {}, out)
         if len(self.functions) > MOST_OPERATIONS:
             raise refusal(
                 f"a step has more than {MOST_OPERATIONS} operations", "make it a loop of its own inside the step"
             )
         return out
-
-    def _refuse_caught(self, name: str) -> None:
-        """Refuses an operation that may fail at another step, where the body would catch that."""
-        may_fail_calls.add(self.watch.call)
-        if (place := caught_at()) is not None:
-            said = self.watch.said(name)
-            raise Refused(f"{said} may fail by its values at another step, and the body would catch that", TRIED, place)
 
     def _read(self, values: ValuesRead, func: Any, args: Any, kwargs: Any) -> Any:
         """Tells Python a value: of what no step changes, or a bool."""
@@ -204,6 +194,8 @@ class OperationLog(OperationMode):
     def tell(self, flag: Tensor, said: str) -> bool:
         """Tells Python a bool of the step, which chooses its plan; `said` is what the user calls that."""
         values = self.values
+        if self.may_read:
+            return bool(flag)
         if values is not None:
             count, values.telling = len(values.answers), said
             value, values.telling = bool(flag), ""
@@ -409,7 +401,7 @@ class OperationLog(OperationMode):
             key.append(len(x))
             for y in x:
                 self._note(y)
-        elif isinstance(x, torch.SymInt):
+        elif isinstance(x, NUMBERS):
             self._moves = True
             key.append((x.node.of, x.node.scale, x.node.shift))
         elif isinstance(x, torch.Generator):
@@ -417,8 +409,7 @@ class OperationLog(OperationMode):
         elif isinstance(x, (float, complex)):
             key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
         else:
-            key.append(type(x))
-            key.append(x)
+            key += type(x), x
 
     def _structure(self, x: Any) -> Any:
         """Arguments or results with numbers in the place of tensors."""
@@ -428,7 +419,7 @@ class OperationLog(OperationMode):
             return [self._structure(y) for y in x]
         if isinstance(x, dict):
             return {name: self._structure(y) for name, y in x.items()}
-        if isinstance(x, torch.SymInt):
+        if isinstance(x, NUMBERS):
             return Number(x.node.of, x.node.scale, x.node.shift)
         return x
 
@@ -490,8 +481,7 @@ class OperationLog(OperationMode):
         for x in traits.written(args, kwargs):
             for y in x if isinstance(x, (list, tuple)) else (x,):
                 if isinstance(y, Tensor):
-                    self.writes = True
-                    self.writes_given |= storage_of(y) in self._memory_given
+                    self.writes.add(storage_of(y))
                     if self._moves:
                         self._moving_memory.add(storage_of(y))
                     if storage_of(y) in self.foreign:

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES
-from tensorloop.loop.compiled.look.calls import refusal
+from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
 from tensorloop.loop.compiled.look.draws import may_draw_ahead
 
 _aten = torch.ops.aten
@@ -33,7 +33,8 @@ CURES = {
 # Operations that may take the number of a step: they take a tensor of one number as well.
 _NUMBERED = {
     *(_aten.add, _aten.sub, _aten.mul, _aten.div, _aten.pow, _aten.rsub, _aten.eq, _aten.ne, _aten.lt, _aten.le),
-    *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.scalar_tensor),
+    *(_aten.gt, _aten.ge, _aten.remainder, _aten.fmod, _aten.select, _aten.slice, _aten.scalar_tensor),
+    *(_aten.where, _aten.masked_fill, _aten.masked_fill_, _aten.fill_, _aten.add_, _aten.sub_, _aten.mul_, _aten.div_),
 }
 # Operations that say something about a step which a graph of it would not.
 _REASONS = {
@@ -133,13 +134,15 @@ def mask_of(x: Tensor, indices: Sequence[Any], value: Tensor, accumulate: bool =
 
 
 def with_numbers(func: Any, args: Sequence[Any]) -> tuple[Any, ...]:
-    """The operation as it runs now: with this step's number."""
+    """The arguments of an operation as it runs now: with this step's number."""
+    if not any(isinstance(x, NUMBERS) for x in args):
+        return tuple(args)
     if func.overloadpacket not in _NUMBERED:
         raise refusal(
             f"{func.overloadpacket.__name__} takes i, the number of the step, as a Python number",
-            "make it a tensor: torch.as_tensor(i), torch.select(table, 0, i)",
+            "make it a tensor: torch.tensor(i)",
         )
-    return tuple(x.node.value if isinstance(x, torch.SymInt) else x for x in args)
+    return tuple(x.node.value if isinstance(x, NUMBERS) else x for x in args)
 
 
 def is_live(x: Any) -> bool:

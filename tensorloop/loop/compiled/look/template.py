@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.trace import Operation
+from tensorloop.compiler.trace import PICKS, Operation, select_at, slice_at
 from tensorloop.loop.compiled.look.carried_arrays import STAND_IN
 from tensorloop.loop.compiled.look.look import Record
+from tensorloop.loop.compiled.look.operation_traits import storage_of
 
 LONGER = 12  # slots of an array, in a look that shows what changes with its length
 
@@ -22,7 +23,7 @@ class Template:
     """
 
     def __init__(self, written: Sequence[Record], seen: Sequence[Record]) -> None:
-        self._traces = [x.trace for x in written]
+        self._traces, self._logs = [x.trace for x in written], [x.log for x in written]
         self._key = [self._joined(*entries) for entries in _aligned(x.log.key for x in seen)]
 
     def operations(self, symbols: Sequence[int]) -> list[Operation]:
@@ -41,9 +42,27 @@ class Template:
             if any((o.function, o.results, o.cut) != (first.function, first.results, first.cut) for o in same):
                 raise length_matters(first.place)
             args = self._joined(*(o.args for o in same), place=first.place)
+            if first.function in PICKS and any(isinstance(x, _Affine) for x in args):
+                picked = self._picked(first, args)
+                operations.append(dataclasses.replace(picked, args=put(args)))
+                continue
             kwargs = self._joined(*(o.kwargs or {} for o in same), place=first.place)
             operations.append(dataclasses.replace(first, args=put(args), kwargs=put(kwargs)))
         return operations
+
+    def _picked(self, o: Operation, args: list[Any]) -> Operation:
+        """Takes a part that a length chooses by indices, of what is always as large: no slice is as long as a mark."""
+        wholes = [log.tensor(o.args[0].number) for log in self._logs]
+        if any(x.shape != wholes[0].shape for x in wholes):
+            return dataclasses.replace(o, args=args)
+        if storage_of(wholes[0]) in self._logs[0].writes:  # as a view the part would show it
+            raise length_matters(o.place)
+        if o.function is PICKS[0]:
+            return dataclasses.replace(o, function=select_at, args=args)
+        dim, start, stop = args[1:4]
+        if start is None or (type(stop) is int and stop > wholes[0].shape[dim]):  # up to an end that is as it is
+            raise length_matters(o.place)
+        return dataclasses.replace(o, function=slice_at, args=args)
 
     def describes(self, seen: Record, lengths: Sequence[int], captures: Sequence[Tensor]) -> bool:
         """Whether a step that ran with arrays of these lengths did this, with these captures."""
@@ -94,6 +113,6 @@ def length_matters(place: Any = None) -> Refused:
     """Why a body that takes another course for another length is not compiled."""
     return Refused(
         "what the body does depends on the length of an array in the carry",
-        "read slots that every length has, or set compile=False",
+        "read slots that every length has, use torch.full((), len(array)) for a float of it, or set compile=False",
         place,
     )

@@ -118,16 +118,17 @@ def make_array_plan(
 
     grad = any(wants)
     with quiet_fakes():
-        other = made(OTHER_MARKS)
-        plan = ArrayPlan(
-            *made(LENGTH_MARKS),
-            other,
-            wants,
-            grad=grad,
-            reverse=reverse,
-            growth=look.results.growth,
-            place=look.frame.place,
-        )
+        step, other = made(LENGTH_MARKS), made(OTHER_MARKS)
+        options: Any = {"grad": grad, "reverse": reverse, "growth": look.results.growth, "place": look.frame.place}
+        try:
+            plan = ArrayPlan(*step, other, wants, **options)
+        except RuntimeError as error:
+            if "Storage size calculation overflowed" not in str(error):
+                raise
+            raise Refused(
+                "its step makes a tensor of two sizes that follow the lengths of arrays in the carry",
+                "carry what comes of it, and add to that in each step",
+            ) from None
     if plan.grad and (lack := plan.backward().lacking) is not None and left_to_loop(plan.step.place):
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()

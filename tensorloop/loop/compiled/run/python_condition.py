@@ -33,15 +33,15 @@ _known: set[Any] = set()  # the code of conditions after a step that are asked i
 
 
 def is_known(loop: Loop) -> bool:
-    """Whether the condition after a step was seen to answer in Python."""
-    return loop.until is not None and code_of(loop.until) in _known
+    """Whether the condition was seen in a step to answer in Python."""
+    return code_of(loop.until or loop.cond) in _known
 
 
 def learn(loop: Loop) -> None:
     """Notes that it was."""
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
-    _known.add(code_of(loop.until))
+    _known.add(code_of(loop.until or loop.cond))
 
 
 class PythonCondition:
@@ -56,7 +56,6 @@ class PythonCondition:
         self.loop, self.going = loop, True
         self.stepped = copy.copy(loop)  # the steps, which know of no condition
         self.stepped.cond = self.stepped.until = None
-        self.stepped.may_count = False  # the condition sees the numbers, and nobody knows how many there will be
         self._paths = Paths()
         self.stepped.functions = tuple(f for f in loop.functions if f.what == "body_fn")
 
@@ -92,7 +91,7 @@ class PythonCondition:
             raise Refused(
                 "the condition keeps the carry elsewhere, where it has no gradient", "read it when the loop is over"
             )
-            loop.taken += loop.until is not None
+        loop.taken += loop.until is not None
         return self.going
 
     def _asked(self, ask: Any, tree: Any) -> Any:
@@ -116,7 +115,9 @@ class PythonCondition:
     def _answer(self, parts: Sequence[Tensor]) -> bool:
         loop = self.loop
         carry = list(loop.init)
-        for i, x in zip(self._look.frame.places, parts, strict=True):
+        for i, more in self._look.frame.loop.counters.items():
+            carry[i] += more * (loop.taken + (loop.cond is None))
+        for i, x in zip(self._look.frame.places, parts, strict=False):
             carry[i] = refill(carry[i], x) if isinstance(carry[i], TensorArray) else x
         tree = loop.carry.tree.unflatten(carry)
         arrays = [x for x in carry if isinstance(x, TensorArray)]

@@ -119,6 +119,7 @@ class _Parts:
         part, whole = copy.copy(self.whole), self.whole
         part.init, part.taken, part.last_tree = state, 0, (None, None)
         if whole.length is None:
+            part.lower += done
             return part
         part.length = whole.length - done if room is None else room
         start = whole.length - done - part.length if whole.slices is not None and whole.slices.reverse else done
