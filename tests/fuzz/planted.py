@@ -6,7 +6,9 @@ import time
 from collections.abc import Iterator
 from typing import Any
 
+import tensorloop as tl
 from tests.fuzz import prelude
+from tests.fuzz.effects_prelude import Python, own
 
 
 @contextlib.contextmanager
@@ -31,3 +33,48 @@ def plant(seed: int, what: str) -> Iterator[None]:
         yield
     finally:
         prelude.results = kept
+
+
+class Blind:
+    """Loops that look at a step, and see nothing of what it does in Python: they run it once more, and go on."""
+
+    def __init__(self) -> None:
+        self._loops = Python()
+
+    def __getattr__(self, name: str) -> Any:
+        def loop(*args: Any, **options: Any) -> Any:
+            at = {"scan": 0, "map": 0, "fori_loop": 2, "while_loop": 1}[name]
+            body, looked = args[at], []
+
+            def seen(*given: Any) -> Any:
+                if not looked:
+                    looked.append(body(*own(given)))
+                return body(*given)
+
+            options = {k: v for k, v in options.items() if k not in ("compile", "checkpoints")}
+            return getattr(self._loops, name)(*args[:at], seen, *args[at + 1 :], **options)
+
+        return loop
+
+
+class Failing:
+    """Loops that end as `how` says."""
+
+    def __init__(self, how: str) -> None:
+        self._how = how
+
+    def __getattr__(self, name: str) -> Any:
+        if self._how == "crash":
+            os.abort()
+        if self._how == "hang":
+            time.sleep(10**6)
+        raise {"base": KeyboardInterrupt, "inner": AttributeError, "refused": RuntimeError}[self._how](
+            f"{name}: the body does what it may not"
+        )
+
+
+def loops_of(seed: int, what: str) -> Any:
+    """The loops of tensorloop, or worse ones for the seeds that `what` names; "all:blind" means every seed."""
+    kinds = dict(part.split(":") for part in what.split(",") if part)
+    kind = kinds.get(str(seed), kinds.get("all"))
+    return tl if kind is None else Blind() if kind == "blind" else Failing(kind)
