@@ -32,8 +32,6 @@ if str(ROOT) not in sys.path:
 
 from tests.fuzz.run import bar, read  # noqa: E402
 
-SECONDS = 40.0  # for all ways of a program: each has a bound of its own
-
 
 def main(arguments: list[str] | None = None) -> int:
     """Runs what the command line asks for; 1 where there are finds."""
@@ -65,6 +63,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--only", type=int, metavar="SEED", help="one seed: its program, and what became of it")
     parser.add_argument("--table", action="store_true", help="of results that are there")
     parser.add_argument("--finds", type=int, default=0, metavar="N", help="print so many finds, with their programs")
+    parser.add_argument("--seconds", type=float, default=20.0, help="after which a way to run a program is a hang")
     parser.add_argument("--shard", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--plant", default="", help=argparse.SUPPRESS)  # for tests: see planted.py
     return parser
@@ -105,7 +104,7 @@ def _work(seed: int, asked: argparse.Namespace) -> Callable[[], dict[str, Any]]:
         from tests.fuzz.planted import loops_of
 
         drawn, loops = program(seed), loops_of(seed, asked.plant)
-        found = check(drawn.text(), {name: (loops, options) for name, options in WAYS.items()})
+        found = check(drawn.text(), {name: (loops, options) for name, options in WAYS.items()}, asked.seconds)
         return {**drawn.said(), **found}
 
     return work
@@ -117,7 +116,7 @@ def _run(seed: int, asked: argparse.Namespace) -> dict[str, Any]:
     from tests.fuzz.effects_programs import program
 
     begun = time.monotonic()
-    found = {"seed": seed, **program(seed).said(), **apart(_work(seed, asked), SECONDS)}
+    found = {"seed": seed, **program(seed).said(), **apart(_work(seed, asked), 4 * asked.seconds + 10)}
     return found | {"seconds": round(time.monotonic() - begun, 3)}
 
 
@@ -156,7 +155,12 @@ def _run_shards(asked: argparse.Namespace) -> bool:
         "PYTHONHASHSEED": "0",
     }
     command = [sys.executable, "-W", "ignore", __file__, f"--programs={asked.programs}", f"--seed={asked.seed}"]
-    command += [f"--shards={asked.shards}", f"--out={asked.out}", f"--plant={asked.plant}"]
+    command += [
+        f"--shards={asked.shards}",
+        f"--out={asked.out}",
+        f"--plant={asked.plant}",
+        f"--seconds={asked.seconds}",
+    ]
     shards = [subprocess.Popen([*command, f"--shard={i}"], env=environment) for i in range(asked.shards)]
     try:
         with bar(asked.programs) as tell:
@@ -199,7 +203,7 @@ def _sum_up(asked: argparse.Namespace, ended_well: bool) -> int:
 def table(found: list[dict[str, Any]]) -> list[str]:
     """For each family, what became of its programs in each way, and seeds of finds in which it is alone."""
     from tests.fuzz.effects_check import FINDS, VERDICTS
-    from tests.fuzz.effects_programs import PURE_FAMILIES
+    from tests.fuzz.effects_families import PURE_FAMILIES
 
     lines = []
     for family in sorted({name for x in found for name in x["families"]}):

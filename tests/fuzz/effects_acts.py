@@ -3,6 +3,8 @@
 The words in capitals are those of `effects_kinds.py`; C is a number near 0, READ and EXC stand in the ways to catch.
 """
 
+# ruff: noqa: E501
+
 import re
 
 from tests.fuzz.draw import Draw
@@ -72,7 +74,9 @@ FAILS = {  # what fails at some steps: by which error
 def caught(draw: Draw, read: str, other: str, errors: list[str], ways: list[tuple[str, str]]) -> Kind:
     """`read` where that raises nothing, else `other`: some way to write it."""
     words = {"READ_SELF": f"(lambda h: {read})(self.h)", "READ": read, "OTHER": other, "EXC": draw.choice(errors)}
-    setup, step = (re.sub("READ_SELF|READ|OTHER|EXC", lambda found: words[found[0]], text) for text in draw.choice(ways))
+    setup, step = (
+        re.sub("READ_SELF|READ|OTHER|EXC", lambda found: words[found[0]], text) for text in draw.choice(ways)
+    )
     return Kind(setup, step, "TMP", "0", "either")
 
 

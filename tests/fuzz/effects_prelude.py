@@ -2,8 +2,8 @@
 
 import array  # noqa: F401
 import bisect  # noqa: F401
-import collections  # noqa: F401
-import collections.abc  # noqa: F401
+import collections
+import collections.abc
 import contextlib  # noqa: F401
 import contextvars  # noqa: F401
 import copy
@@ -14,7 +14,7 @@ import enum  # noqa: F401
 import functools  # noqa: F401
 import heapq  # noqa: F401
 import io  # noqa: F401
-import itertools
+import itertools  # noqa: F401
 import logging  # noqa: F401
 import math  # noqa: F401
 import numbers  # noqa: F401
@@ -29,7 +29,7 @@ import threading  # noqa: F401
 import types  # noqa: F401
 import weakref  # noqa: F401
 
-import numpy as np  # noqa: F401
+import numpy as np
 import torch
 import torch.nn.functional as F  # noqa: F401
 from torch import nn  # noqa: F401
@@ -65,10 +65,10 @@ def stacked(ys):
 class Python:
     """The loops of tensorloop, in plain Python."""
 
-    def scan(self, body, init, xs=None, length=None, until=None):
+    def scan(self, body, init, xs=None, length=0, until=None):
         carry, ys = own(init), []
-        for x in itertools.repeat(None, length) if xs is None else xs:
-            carry, y = body(carry, x)
+        for x in range(length) if xs is None else xs:
+            carry, y = body(carry, None if xs is None else x)
             ys.append(tree_map(lambda v: v.clone() if isinstance(v, torch.Tensor) else v, y))
             if until is not None and until(carry):
                 break

@@ -1,43 +1,43 @@
 """The text of a seed's program: a loop whose body has one to four statements with state, or that look as if."""
 
 import re
-from collections.abc import Callable
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from tests.fuzz.draw import Draw
-from tests.fuzz.effects_acts import (
-    ANY, CATCHES, FAILS, HANDS_ON, OF_CAPTURES, OF_CARRIES, OF_GRAPHS, READS, WRITES, caught, outside, typed,
-)  # fmt: skip
-from tests.fuzz.effects_kinds import (
-    COLLECT, CONTAINERS, DICTS, FILLS, GENERATORS, GROWS, HOLDERS, ITEMS, ITERATORS, LIBRARY, LISTS, NAMES, PURE, RANDOM,
-    SETS, SETS_DICT, SETS_ITEM, TAKEN, TENSORS, WITH_DICT, Kind,
-)  # fmt: skip
+from tests.fuzz.effects_acts import HANDS_ON, WRITES
+from tests.fuzz.effects_families import FAMILIES, PURE_FAMILIES
+from tests.fuzz.effects_kinds import PURE, Kind
 
 LOOPS = {"scan": 4, "length": 2, "fori": 3, "while": 2, "until": 1.5, "map": 1.5, "range": 1}
-# How state is used. All but the last two change it in each step: and a later one reads it ("feedback"), nothing does
-# ("write"), on one path alone ("late"). "between": it changes between calls, "backward": before a call's backward.
-MODES = {"feedback": 5, "write": 1.2, "late": 0.5, "read": 0.8, "between": 1.2, "backward": 0.3}
 _SHAPES = {  # what stands around a body
     "body": 7, "lambda *a: body(*a)": 0.7, "functools.partial(body)": 0.7, "Net().forward": 0.7, "Net()": 0.7,
 }  # fmt: skip
 _NET = "class Net:\n    def forward(self, *a):\n        return body(*a)\n    __call__ = forward"
 _USES = {
     "number": [
-        "h = torch.tanh(h + 0.1 * (VALUE % 5))", "h = h * (1.0 if VALUE <= N else 0.5)", "if VALUE % 2 >= 1:\n    h = h.sin()",
+        "h = torch.tanh(h + 0.1 * (VALUE % 5))", "h = h * (1.0 if VALUE <= N else 0.5)",
+        "if VALUE % 2 >= 1:\n    h = h.sin()",
         "h = h + VALUE % 5 * 0.05 * w", "h = h * [0.9, 0.7, 0.5][int(VALUE) % 3]", "h = h.roll(int(VALUE) % 3)",
-        "h = h - torch.full((3,), float(VALUE % 7)).sigmoid()", "if VALUE > N:\n    h = h * 0.8", "h = h * torch.tensor(VALUE % 3 + 0.5)",
-        "h = h * (1.0 if VALUE < N else 0.5)", "h = h ** (1 + int(VALUE) % 2)", "for _ in range(int(VALUE) % 3):\n    h = h.sin()",
+        "h = h - torch.full((3,), float(VALUE % 7)).sigmoid()", "if VALUE > N:\n    h = h * 0.8",
+        "h = h * torch.tensor(VALUE % 3 + 0.5)",
+        "h = h * (1.0 if VALUE < N else 0.5)", "h = h ** (1 + int(VALUE) % 2)",
+        "for _ in range(int(VALUE) % 3):\n    h = h.sin()",
     ],
     "tensor": ["h = torch.tanh(h + 0.3 * (VALUE))", "h = h * VALUE.sum().sigmoid()", "h = h * 0.8 + 0.2 * VALUE"],
     "bool": ["h = h * (1.0 if VALUE else 0.5)", "if VALUE:\n    h = h.sin()", "h = h + (0.1 if VALUE else 0.2) * w"],
     "either": ["h = torch.tanh(h + 0.3 * VALUE)", "h = h * 0.8 + 0.2 * VALUE", "h = h * (1 + 0.3 * VALUE)"],
     "": [""],
 }  # fmt: skip
-_BRANCHES = ["if x[0] > 0:\n    h = h.sin()", "if h.sum() > 0:\n    h = h.cos()", "if (h[0] > 0).item():\n    h = h * 0.5"]
+_BRANCHES = [
+    "if x[0] > 0:\n    h = h.sin()",
+    "if h.sum() > 0:\n    h = h.cos()",
+    "if (h[0] > 0).item():\n    h = h * 0.5",
+]
 _STEPS = [
-    ("", "h = torch.tanh(h * w + 0.3)"), ("", "h = torch.sin(h + w)"), ("", "h = h * 0.8 + 0.3 * w"), ("x", "h = torch.tanh(h * w + x)"),
-    ("x", "h = h * 0.7 + 0.5 * x"), ("q", "h = torch.tanh(h + 0.5 * q)"), ("q", "h = h * 0.5 + q.cos() * w"), ("i", "h = h * 0.8 + 0.1 * i"),
+    ("", "h = torch.tanh(h * w + 0.3)"), ("", "h = torch.sin(h + w)"), ("", "h = h * 0.8 + 0.3 * w"),
+    ("x", "h = torch.tanh(h * w + x)"), ("x", "h = h * 0.7 + 0.5 * x"), ("q", "h = torch.tanh(h + 0.5 * q)"),
+    ("q", "h = h * 0.5 + q.cos() * w"), ("i", "h = h * 0.8 + 0.1 * i"),
 ]  # fmt: skip
 _NEXT_Q = {"q": 2, "h": 2, "q * 0.9 + 0.1 * h": 2, "torch.sin(q + 0.1)": 1, "h * 2": 0.7, "g": 1.5, "q + 0.1 * g": 0.5}
 _WORDS = re.compile(r"\b(OBJ|CLS|FUN|TMP|SCOPE|CALLS|CREATE|C|N)\b")
@@ -56,85 +56,6 @@ class Statement:
     peek: str  # what is compared of its state, "" of one without
     later: bool  # whether it changes outside of the body
     result: str = ""  # what may be a y
-
-
-@dataclass
-class Family:
-    """A kind of statement, how often it is drawn, and how."""
-
-    weight: float
-    draw: Callable[[Draw], Kind]
-    state: bool = True
-    modes: dict[str, float] = field(default_factory=lambda: MODES)
-
-
-def _attribute(draw: Draw) -> Kind:
-    setup = draw.choice([*HOLDERS.values(), *WITH_DICT.values()])
-    return Kind(setup, draw.choice(SETS_DICT if setup in WITH_DICT.values() else SETS), "OBJ.n", "OBJ.n")
-
-
-def _item(draw: Draw) -> Kind:
-    return Kind(draw.choice([*ITEMS.values()]), draw.choice(SETS_ITEM), "float(OBJ[0])", "float(OBJ[0])")
-
-
-def _grown(draw: Draw) -> Kind:
-    if draw.chance(0.4):
-        return Kind(draw.choice([*DICTS.values()]), draw.choice(FILLS), "len(OBJ)", "len(OBJ)")
-    return Kind(draw.choice([*LISTS.values()]), draw.choice(GROWS), "len(OBJ)", "len(OBJ)")
-
-
-def _taken(draw: Draw) -> Kind:
-    """State that is reached by way of something new."""
-    kind = draw.choice([_attribute, _item, _grown])(draw)
-    setups, inner = [kind.setup], "OBJ"
-    for number in range(draw.among({1: 3, 2: 1})):
-        setup, text = draw.choice(TAKEN)
-        for word in ("FUN", "CLS"):
-            setup, text = (re.sub(rf"\b{word}\b", f"{word}{number}", x) for x in (setup, text))
-        setups, inner = [*setups, setup], text.replace("INNER", inner)
-    step, value = (re.sub(r"\bOBJ\b", lambda _: inner, text) for text in (kind.step, kind.value))
-    return kind._replace(setup="\n".join(filter(None, setups)), step=step, value=value)
-
-
-def _caught_read(draw: Draw) -> Kind:
-    return caught(draw, draw.choice(READS), "0.25", ANY, CATCHES)
-
-
-def _caught_failure(draw: Draw) -> Kind:
-    operation = draw.choice([*FAILS])
-    other = draw.choice(["h * 0.5", "h.sum() * 0.1", "0.25"])
-    return caught(draw, operation, other, [*ANY, FAILS[operation]], CATCHES[:-2])
-
-
-def _of(kinds: list[Kind]) -> Callable[[Draw], Kind]:
-    return lambda draw: draw.choice(kinds)
-
-
-_ONLY_HERE = {"feedback": 4, "write": 1.0, "late": 0.4}  # where the way to read it is not one to use
-FAMILIES = {
-    "attribute": Family(5, _attribute),
-    "item": Family(3, _item),
-    "grown": Family(2, _grown),
-    "container": Family(3, _of(CONTAINERS)),
-    "name": Family(5, _of(NAMES)),
-    "taken": Family(5, _taken),
-    "iterator": Family(2, _of(ITERATORS), modes=_ONLY_HERE),
-    "library": Family(3, _of(LIBRARY), modes=_ONLY_HERE),
-    "random": Family(2, _of(RANDOM), modes=_ONLY_HERE),
-    "tensors": Family(3, _of(TENSORS), modes={"feedback": 4, "write": 1, "late": 0.4}),
-    "collect": Family(1.5, _of(COLLECT), modes={"write": 1}),
-    "generator": Family(3, _of(GENERATORS), modes={"feedback": 1}),
-    "pure": Family(6, _of(PURE), state=False),
-    "caught read": Family(4, _caught_read, state=False),
-    "caught failure": Family(5, _caught_failure, state=False),
-    "types": Family(5, typed, state=False),
-    "grad of carry": Family(3, _of(OF_CARRIES), state=False),
-    "grad of capture": Family(2.5, _of(OF_CAPTURES), modes={"feedback": 1}),
-    "grad outside": Family(2.5, outside, state=False),
-    "graph": Family(1.5, _of(OF_GRAPHS), state=False),
-    "shared": Family(4, _of([])),
-}
-PURE_FAMILIES = {"pure", "branch"}
 
 
 class Program:
@@ -199,7 +120,11 @@ class Program:
     def _add(self, family: str, mode: str, kind: Kind) -> None:
         draw, number = self.draw, len(self.statements) + 1 + bool(self.condition)
         value = kind.peek if mode in ("read", "between", "backward") else kind.value
-        words = {"SCOPE": self.scope, "CALLS": f"{(self.steps + 4 * self.asked) * self.calls}", "CREATE": f"{draw.chance(0.5)}"}
+        words = {
+            "SCOPE": self.scope,
+            "CALLS": f"{(self.steps + 4 * self.asked) * self.calls}",
+            "CREATE": f"{draw.chance(0.5)}",
+        }
         words |= {"C": f"{draw.uniform(-0.4, 0.6):.1f}", "N": f"{draw.randint(1, 6)}"}
         simple = re.fullmatch(r"[\w.]+(\([^()]*\))?", value)
         small = {"OBJ": "a", "CLS": "C", "FUN": "f", "TMP": "t"}
@@ -221,12 +146,16 @@ class Program:
             value = kind.peek
         use = [] if mode == "write" or not value else fill(draw.choice(_USES[kind.reads]))
         stateful = family not in PURE_FAMILIES and kind.peek not in ("", "0")
-        made = Statement(family, mode, fill(kind.setup), scope, step, use, fill(kind.peek)[0] if stateful else "", later)
+        made = Statement(
+            family, mode, fill(kind.setup), scope, step, use, fill(kind.peek)[0] if stateful else "", later
+        )
         if mode == "read":
             made.step, made.scope = [], []
-        if kind.reads == "tensor" and mode == "feedback" or "grad" in family:
+        if (kind.reads == "tensor" and mode == "feedback") or "grad" in family:
             made.result = fill(value)[0]
-        in_condition = self.asked and not self.condition and kind.reads == "number" and mode in ("feedback", "write", "read")
+        in_condition = (
+            self.asked and not self.condition and kind.reads == "number" and mode in ("feedback", "write", "read")
+        )
         if in_condition or (self.asked and not self.condition and family == "caught read"):
             made.use = [] if mode == "write" else fill("bound = int(VALUE > N)")
             self.condition = made
@@ -242,7 +171,13 @@ class Program:
         """What is known of the program before it runs."""
         families = sorted({s.family for s in self.all_statements})
         modes = sorted({s.mode for s in self.all_statements})
-        return {"loop": self.loop, "families": families, "modes": modes, "pure": not {*families} - PURE_FAMILIES, "ways": {}}
+        return {
+            "loop": self.loop,
+            "families": families,
+            "modes": modes,
+            "pure": not {*families} - PURE_FAMILIES,
+            "ways": {},
+        }
 
     # -- text
 
@@ -274,7 +209,12 @@ class Program:
         outside, results = [], []
         for number, s in enumerate(self.statements):
             inside = [*([] if s.later else s.step), *s.use]
-            if s.family != "shared" and draw.chance(0.2) and not re.search(r"\b[iqxamg]\b", "\n".join(inside)) and inside:
+            if (
+                s.family != "shared"
+                and draw.chance(0.2)
+                and not re.search(r"\b[iqxamg]\b", "\n".join(inside))
+                and inside
+            ):
                 outside += [f"def helper{number}(h):", *_indented([*([] if s.later else s.scope), *inside, "return h"])]
                 inside = [f"h = helper{number}(h)"]
                 lines = [line for line in lines if line not in s.scope]
@@ -326,20 +266,22 @@ class Program:
         first = {"q": "q", "m": "0", "a": "tl.TensorArray()", "n": "torch.tensor(0)"}
         init = ", ".join(["h", *(first[name] for name in self._carry()[1:])])
         init = f"({init})" if len(self._carry()) > 1 else init
-        steps, xs = f"{self.steps}", "range(%s)" % self.steps if self.loop == "range" else "xs"
+        steps, xs = f"{self.steps}", f"range({self.steps})" if self.loop == "range" else "xs"
+        rows = self.steps + (3 if self.loop == "until" else 0)
+        along = "xs" if "x" in self.names else f"length={rows}"
         call = {
             "fori": f"carry, ys = loops.fori_loop(0, {steps}, step, {init}, **options), ()",
             "while": f"carry, ys = loops.while_loop(cond, step, {init}, **options), ()",
             "map": "carry, ys = (), loops.map(step, xs, **options)",
             "length": f"carry, ys = loops.scan(step, {init}, length={steps}, **options)",
-            "until": f"carry, ys = loops.scan(step, {init}, {'xs, ' if 'x' in self.names else ''}until=cond, **options)",
+            "until": f"carry, ys = loops.scan(step, {init}, {along}, until=cond, **options)",
         }.get(self.loop, f"carry, ys = loops.scan(step, {init}, {xs}, **options)")
-        if self.loop == "until" and "x" not in self.names:
-            call = call.replace("until=", f"length={self.steps + 3}, until=")
         between = any(s.later and s.mode == "between" for s in self.statements)
         before = any(s.later and s.mode == "backward" for s in self.statements)
-        rows = self.steps + (3 if self.loop == "until" else 0)
-        lines = [f"h = make(3, seed=10 + call, grad={self.grad})", f"xs = make({rows}, 3, seed=30 + call, grad={self.grad})"]
+        lines = [
+            f"h = make(3, seed=10 + call, grad={self.grad})",
+            f"xs = make({rows}, 3, seed=30 + call, grad={self.grad})",
+        ]
         if "q" in self.names:
             lines.append(f"q = make(3, seed=50 + call, grad={self.grad})")
         if between:
@@ -358,4 +300,3 @@ def _indented(lines: list[str]) -> list[str]:
 def program(seed: int) -> Program:
     """A seed's program."""
     return Program(seed)
-

@@ -35,24 +35,24 @@ def plant(seed: int, what: str) -> Iterator[None]:
         prelude.results = kept
 
 
-class Blind:
-    """Loops that look at a step, and see nothing of what it does in Python: they run it once more, and go on."""
+class Plain:
+    """Loops that are Python's; with `looks` they run a step once more before, and see nothing of what it does."""
 
-    def __init__(self) -> None:
-        self._loops = Python()
+    def __init__(self, looks: bool) -> None:
+        self._looks = looks
 
     def __getattr__(self, name: str) -> Any:
-        def loop(*args: Any, **options: Any) -> Any:
-            at = {"scan": 0, "map": 0, "fori_loop": 2, "while_loop": 1}[name]
-            body, looked = args[at], []
+        at = {"scan": 0, "map": 0, "fori_loop": 2, "while_loop": 1}[name]
 
-            def seen(*given: Any) -> Any:
-                if not looked:
-                    looked.append(body(*own(given)))
+        def loop(*args: Any, compile: bool = False, checkpoints: int = 0, **options: Any) -> Any:
+            body, left = args[at], [self._looks]
+
+            def step(*given: Any) -> Any:
+                if left.pop() if left else False:
+                    body(*own(given))
                 return body(*given)
 
-            options = {k: v for k, v in options.items() if k not in ("compile", "checkpoints")}
-            return getattr(self._loops, name)(*args[:at], seen, *args[at + 1 :], **options)
+            return getattr(Python(), name)(*args[:at], step, *args[at + 1 :], **options)
 
         return loop
 
@@ -68,13 +68,12 @@ class Failing:
             os.abort()
         if self._how == "hang":
             time.sleep(10**6)
-        raise {"base": KeyboardInterrupt, "inner": AttributeError, "refused": RuntimeError}[self._how](
-            f"{name}: the body does what it may not"
-        )
+        kinds = {"base": BaseException, "inner": AttributeError, "unnamed": RuntimeError, "refused": RuntimeError}
+        raise kinds[self._how]("no" if self._how == "unnamed" else f"{name}: the body does what it may not")
 
 
 def loops_of(seed: int, what: str) -> Any:
     """The loops of tensorloop, or worse ones for the seeds that `what` names; "all:blind" means every seed."""
     kinds = dict(part.split(":") for part in what.split(",") if part)
     kind = kinds.get(str(seed), kinds.get("all"))
-    return tl if kind is None else Blind() if kind == "blind" else Failing(kind)
+    return tl if kind is None else Plain(kind == "blind") if kind in ("blind", "python") else Failing(kind)
