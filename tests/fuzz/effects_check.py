@@ -26,7 +26,10 @@ TOLERANCE = 1e-7
 OURS = r"(scan|fori_loop|while_loop|map|cond_fn|body|fn)\b"  # how a message of ours begins
 NAMED = r"\b(body|cond_fn|until|fn|step \d+|carry|carry\[|closes over|xs)"  # and what of the program it speaks of
 # The plain loop fails there, as it writes into what autograd has saved; loops of ours may copy.
-ONLY_PYTHON = "modified by an inplace operation|a leaf Variable that requires grad|a view of a leaf"
+ONLY_PYTHON = (
+    "modified by an inplace operation|a leaf Variable that requires grad|a view of a leaf|"
+    "out=... arguments don't support|the graph a second time"
+)
 
 
 class Hang(BaseException):

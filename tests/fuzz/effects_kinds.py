@@ -285,7 +285,7 @@ TENSORS = kinds(
     ("OBJ = torch.zeros(3)", "OBJ.mul_(0.9).add_(h.detach())", "OBJ.clone()"),
     ("OBJ = torch.zeros(3)", "TMP = OBJ\nTMP += h.detach()", "OBJ.clone()"),
     ("OBJ = torch.zeros(3)", "OBJ[0] += 1", "OBJ.clone()"),
-    ("OBJ = []", "OBJ.append(h.detach())", "torch.stack(OBJ).mean(0)", "float(sum(v.sum() for v in OBJ))"),
+    ("OBJ = []", "OBJ.append(h.detach())", "torch.stack(OBJ).mean(0)", "sum(OBJ, torch.zeros(3))"),
     ("OBJ = [torch.zeros(3)]", "TMP = OBJ.pop()\nOBJ.append(h.detach().sin())", "TMP", "OBJ[0]"),
     ("OBJ = torch.zeros(3)", "OBJ.requires_grad_(not OBJ.requires_grad)", "torch.full((3,), float(OBJ.requires_grad))"),
     ("OBJ = nn.Dropout(0.0)", "OBJ.train(not OBJ.training)", "torch.full((3,), float(OBJ.training))"),
