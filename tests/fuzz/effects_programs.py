@@ -1,6 +1,7 @@
 """The text of a seed's program: a loop whose body has one to four statements with state, or that look as if."""
 
 import re
+from collections.abc import Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -40,6 +41,7 @@ _STEPS = [
     ("q", "h = h * 0.5 + q.cos() * w"), ("i", "h = h * 0.8 + 0.1 * i"),
 ]  # fmt: skip
 _NEXT_Q = {"q": 2, "h": 2, "q * 0.9 + 0.1 * h": 2, "torch.sin(q + 0.1)": 1, "h * 2": 0.7, "g": 1.5, "q + 0.1 * g": 0.5}
+_NEXT_P = {"q * 2": 2, "h": 1, "h * 0.5 + q": 1, "torch.sin(q)": 1, "p": 0.5, "p + q": 0.5}
 _WORDS = re.compile(r"\b(OBJ|CLS|FUN|TMP|SCOPE|CALLS|CREATE|C|N)\b")
 
 
@@ -74,7 +76,9 @@ class Program:
         self.statements: list[Statement] = []
         self.condition: Statement | None = None
         self.asked = self.loop in ("while", "until") and draw.chance(0.2)
-        self.next, wanted = ("h", draw.among(_NEXT_Q)), draw.among({1: 5, 2: 3, 3: 1, 4: 0.7})
+        self.next = {"h": "h", "q": draw.among(_NEXT_Q), "m": "m + 1", "a": "a", "n": "n + 1"}
+        self.other: dict[str, str] = {}  # the next carry where x begins below 0, if that is another one
+        wanted = draw.among({1: 5, 2: 3, 3: 1, 4: 0.7})
         self.grad = draw.chance(0.7)
         self._add_statements(wanted)
 
@@ -96,26 +100,38 @@ class Program:
         if draw.chance(0.15):
             text = draw.choice(_BRANCHES if "x" in self.names and self.loop in ("scan", "until") else _BRANCHES[1:])
             self._add("branch", "does", Kind("", text, "", "", ""))
-        if any("grad" in s.family for s in self.statements):
+        families = {s.family for s in self.statements}
+        if "grad of carry" in families and "shared" not in families:
+            self._depend()
+        if any("grad" in family for family in families):
             self.grad = True
 
     def _can_have(self, needs: str) -> bool:
         return all(name in self.names or (name in "qma" and self.loop != "map") for name in needs)
 
+    def _depend(self) -> None:
+        """Carries that depend on each other by several steps, or by what x is."""
+        draw = self.draw
+        if draw.chance(0.6):
+            self.names |= {"p"}
+            self.next |= {
+                "p": draw.among(_NEXT_P),
+                "h": draw.choice(["p", "p", "h"]),
+                "q": draw.choice(["q", "q", "p"]),
+            }
+        if "x" in self.names and self.loop in ("scan", "until") and draw.chance(0.5):
+            self.other = self.next | {"q": draw.choice(["q", "h * q", "g"]), "h": draw.choice(["h", "q * 2", "g"])}
+
     def _share(self) -> None:
         """A write in place, and a next carry whose tensors may share memory."""
         draw, self.grad = self.draw, False
         self.names |= {"q"}
-        self.next = draw.choice(HANDS_ON)
+        h, q = draw.choice(HANDS_ON)
         step = draw.choice(WRITES) + (f"\n{draw.choice(WRITES)}" if draw.chance(0.3) else "")
-        texts = [self.next[0], self.next[1], step]
-        if any("OBJ" in text for text in texts):
-            self._add("shared", "does", Kind("OBJ = torch.zeros(3)", step, "", "OBJ", ""))
-        else:
-            self._add("shared", "does", Kind("", step, "", "", ""))
-        if self.statements[-1].setup:
-            name = self.statements[-1].setup[0].split()[0]
-            self.next = (self.next[0].replace("OBJ", name), self.next[1].replace("OBJ", name))
+        setup = "OBJ = torch.zeros(3)" if "OBJ" in f"{h}{q}{step}" else ""
+        self._add("shared", "does", Kind(setup, step, "", setup and "OBJ", ""))
+        name = f"a{len(self.statements) + bool(self.condition)}"
+        self.next |= {"h": h.replace("OBJ", name), "q": q.replace("OBJ", name)}
 
     def _add(self, family: str, mode: str, kind: Kind) -> None:
         draw, number = self.draw, len(self.statements) + 1 + bool(self.condition)
@@ -194,7 +210,7 @@ class Program:
 
     def _carry(self) -> list[str]:
         counts = ["n"] if self.loop in ("while", "until") else []
-        return ["h", *(name for name in "qma" if name in self.names), *counts]
+        return ["h", *(name for name in "qpma" if name in self.names), *counts]
 
     def _body(self) -> list[str]:
         draw, names = self.draw, self._carry()
@@ -212,7 +228,7 @@ class Program:
             if (
                 s.family != "shared"
                 and draw.chance(0.2)
-                and not re.search(r"\b[iqxamg]\b", "\n".join(inside))
+                and not re.search(r"\b[iqxampg]\b", "\n".join(inside))
                 and inside
             ):
                 outside += [f"def helper{number}(h):", *_indented([*([] if s.later else s.scope), *inside, "return h"])]
@@ -231,15 +247,15 @@ class Program:
 
     def _result(self, names: list[str], results: list[str]) -> str:
         draw = self.draw
-        following = {"h": self.next[0], "q": self.next[1], "m": "m + 1", "a": "a", "n": "n + 1"}
-        carry = ", ".join(following[name] for name in names)
-        carry = carry if len(names) == 1 else f"({carry})"
-        ys = [draw.choice(["h.sum()", "h", "h.clone()"]), *(r for r in results if draw.chance(0.7))]
+        ys = [draw.choice(["h.sum()", "h", "h.clone()"]), *(r for r in results if draw.chance(0.7) or "p" in names)]
         if "q" in names and draw.chance(0.4):
             ys.append("q.clone()")
         y = f"({', '.join(ys)},)" if len(ys) > 1 else ys[0]
         if self.loop == "map":
             return y
+        carry = _tuple(self.next[name] for name in names)
+        if self.other:
+            carry = f"({carry} if x[0] > 0 else {_tuple(self.other[name] for name in names)})"
         return carry if self.loop in ("fori", "while") else f"{carry}, {y}"
 
     def _condition(self) -> list[str]:
@@ -263,7 +279,7 @@ class Program:
         return lines
 
     def _calls(self) -> list[str]:
-        first = {"q": "q", "m": "0", "a": "tl.TensorArray()", "n": "torch.tensor(0)"}
+        first = {"q": "q", "p": "p", "m": "0", "a": "tl.TensorArray()", "n": "torch.tensor(0)"}
         init = ", ".join(["h", *(first[name] for name in self._carry()[1:])])
         init = f"({init})" if len(self._carry()) > 1 else init
         steps, xs = f"{self.steps}", f"range({self.steps})" if self.loop == "range" else "xs"
@@ -282,15 +298,21 @@ class Program:
             f"h = make(3, seed=10 + call, grad={self.grad})",
             f"xs = make({rows}, 3, seed=30 + call, grad={self.grad})",
         ]
-        if "q" in self.names:
-            lines.append(f"q = make(3, seed=50 + call, grad={self.grad})")
+        more = [name for name in "qp" if name in self.names]
+        lines += [f"{name} = make(3, seed={50 + 7 * i} + call, grad={self.grad})" for i, name in enumerate(more)]
         if between:
             lines.append("if call:\n    later()")
         options = ", later" if before else ""
         if any("grad" in s.family or s.family == "tensors" for s in self.all_statements):
             options += ", keep=True"
-        lines += [call, f"report(carry, ys, [h, {'q, ' if 'q' in self.names else ''}xs, w], left{options})"]
+        lines += [call, f"report(carry, ys, [{', '.join(['h', *more, 'xs', 'w'])}], left{options})"]
         return [f"for call in range({self.calls}):", *_indented(lines)]
+
+
+def _tuple(parts: Iterable[str]) -> str:
+    """A tuple, or what alone is there."""
+    parts = [*parts]
+    return parts[0] if len(parts) == 1 else f"({', '.join(parts)})"
 
 
 def _indented(lines: list[str]) -> list[str]:
