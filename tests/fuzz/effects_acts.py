@@ -130,6 +130,12 @@ OF_CARRIES = kinds(
     ("", "with torch.enable_grad():\n    TMP = q.detach().requires_grad_()\n    TMP = G((TMP ** 2 * w).sum(), TMP, create_graph=CREATE)[0]", "TMP", "0"),
     reads="tensor", needs="q",
 )  # fmt: skip
+BY_X = kinds(  # one path takes the gradient, and the other makes h depend on q
+    ("", "if x[0] > 0:\n    TMP = G((h * q).sum(), q, retain_graph=True)[0]\nelse:\n    TMP = torch.zeros(3)\n    h = q * 2", "TMP", "0"),
+    ("", "if x[1] > 0:\n    TMP = torch.zeros(3)\n    h = h + q\nelse:\n    TMP = G((h * q).sin().sum(), q, retain_graph=True)[0]", "TMP", "0"),
+    ("", "TMP = torch.zeros(3)\nif x.sum() > 0:\n    TMP = G((h * q).sum(), q, retain_graph=True)[0]\nelse:\n    h = h * q", "TMP", "0"),
+    reads="tensor", needs="q",
+)  # fmt: skip
 OF_CAPTURES = kinds(
     ("", "TMP = G(h.sum(), w, retain_graph=True, allow_unused=True, materialize_grads=True)[0]", "TMP", "0"),
     ("", "TMP = G((h * w).sum(), w, retain_graph=True, create_graph=CREATE)[0]", "TMP", "0"),

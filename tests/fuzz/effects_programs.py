@@ -6,7 +6,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from tests.fuzz.draw import Draw
-from tests.fuzz.effects_acts import HANDS_ON, WRITES
+from tests.fuzz.effects_acts import BY_X, HANDS_ON, WRITES
 from tests.fuzz.effects_families import FAMILIES, PURE_FAMILIES
 from tests.fuzz.effects_kinds import PURE, Kind
 
@@ -77,7 +77,7 @@ class Program:
         self.condition: Statement | None = None
         self.asked = self.loop in ("while", "until") and draw.chance(0.2)
         self.next = {"h": "h", "q": draw.among(_NEXT_Q), "m": "m + 1", "a": "a", "n": "n + 1"}
-        self.other: dict[str, str] = {}  # the next carry where x begins below 0, if that is another one
+        self.by_x = False  # whether x says when a carry depends on another one
         wanted = draw.among({1: 5, 2: 3, 3: 1, 4: 0.7})
         self.grad = draw.chance(0.7)
         self._add_statements(wanted)
@@ -92,6 +92,9 @@ class Program:
                 continue
             family = FAMILIES[name]
             kind = family.draw(draw)
+            if name == "grad of carry" and "x" in self.names and self.loop in ("scan", "until") and draw.chance(0.4):
+                kind, self.by_x = draw.choice(BY_X), True
+                self.next |= {"h": "h", "q": "q"}
             if not self._can_have(kind.needs):
                 kind, name, family = draw.choice(PURE), "pure", FAMILIES["pure"]
             self.names |= {*kind.needs}
@@ -101,7 +104,7 @@ class Program:
             text = draw.choice(_BRANCHES if "x" in self.names and self.loop in ("scan", "until") else _BRANCHES[1:])
             self._add("branch", "does", Kind("", text, "", "", ""))
         families = {s.family for s in self.statements}
-        if "grad of carry" in families and "shared" not in families:
+        if "grad of carry" in families and "shared" not in families and not self.by_x and draw.chance(0.6):
             self._depend()
         if any("grad" in family for family in families):
             self.grad = True
@@ -119,8 +122,6 @@ class Program:
                 "h": draw.choice(["p", "p", "h"]),
                 "q": draw.choice(["q", "q", "p"]),
             }
-        if "x" in self.names and self.loop in ("scan", "until") and draw.chance(0.5):
-            self.other = self.next | {"q": draw.choice(["q", "h * q", "g"]), "h": draw.choice(["h", "q * 2", "g"])}
 
     def _share(self) -> None:
         """A write in place, and a next carry whose tensors may share memory."""
@@ -219,7 +220,8 @@ class Program:
         alone = names == ["h"]
         lines += ["h = x"] if self.loop == "map" else ["h = carry" if alone else f"{', '.join(names)} = carry"]
         if not any(s.family == "shared" for s in self.statements) or draw.chance(0.3):
-            lines.append(draw.choice([text for need, text in _STEPS if not need or need in self.names]))
+            mixed = "" if self.by_x else self.names
+            lines.append(draw.choice([text for need, text in _STEPS if not need or need in mixed]))
         if "a" in names:
             lines.append("a.append(h.detach())")
         outside, results = [], []
@@ -254,8 +256,6 @@ class Program:
         if self.loop == "map":
             return y
         carry = _tuple(self.next[name] for name in names)
-        if self.other:
-            carry = f"({carry} if x[0] > 0 else {_tuple(self.other[name] for name in names)})"
         return carry if self.loop in ("fori", "while") else f"{carry}, {y}"
 
     def _condition(self) -> list[str]:
