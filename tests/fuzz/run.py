@@ -168,7 +168,7 @@ def _share_device(cache: Path) -> None:
 
 
 def _watch(asked: argparse.Namespace, shards: list[subprocess.Popen[bytes]]) -> None:
-    with _bar(len(wanted(asked))) as tell:
+    with bar(len(wanted(asked))) as tell:
         while any(shard.poll() is None for shard in shards):
             time.sleep(1)
             tell(_counted(asked))
@@ -185,7 +185,7 @@ def _counted(asked: argparse.Namespace) -> Counter[str]:
 
 
 @contextlib.contextmanager
-def _bar(count: int) -> Iterator[Callable[[Counter[str]], None]]:
+def bar(count: int) -> Iterator[Callable[[Counter[str]], None]]:
     """A bar of tqdm, where that is installed."""
     try:
         from tqdm import tqdm
