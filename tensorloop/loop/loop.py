@@ -20,6 +20,7 @@ from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.called import Called, name_of_carry
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.context import Context
+from tensorloop.loop.effects.notes import Asked
 from tensorloop.loop.slices import Slices
 from tensorloop.tensor_array.array import TensorArray
 
@@ -55,6 +56,8 @@ class Loop:
         self.outputs = None if slices is None else slices.outputs()
         self.lower = 0  # the number of what comes first in index order, and the function that takes the numbers
         self.numbered: Callable[..., Any] | None = None
+        # What is known of a condition that is asked in Python and of the body beside it, where one is compiled.
+        self.asked: Asked | None = None
         self.counters: dict[int, int] = {}  # leaves of the carry that are Python ints, and what a step adds to them
         self.first_may_part = False  # whether the caller runs the first step by itself where that differs
         self.carry = Carry(init, lambda: name_of_carry(functions))

@@ -16,7 +16,7 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import without_hooks, without_modes
 from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.place import HOST, Place
-from tensorloop.compiler.refused import GAP, MEMORY, NATIVE, Refused, memory_lacking, of_error
+from tensorloop.compiler.refused import GAP, MEMORY, NATIVE, STATE, Refused, memory_lacking, of_error
 from tensorloop.compiler.targets.choose import is_captured, left_to_loop, place_named
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop import advice
@@ -38,6 +38,7 @@ from tensorloop.loop.compiled.run.plan import Plan, plans
 from tensorloop.loop.compiled.run.python_condition import PythonCondition
 from tensorloop.loop.compiled.run.results import CheckpointsArg, run_plan, run_stretches
 from tensorloop.loop.compiled.run.stretches import run_by_answers
+from tensorloop.loop.effects.notes import Asked
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
@@ -117,9 +118,9 @@ def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop
             ready = _prepare(loop, checkpoints)
             return None if ready is None else _run(loop, ready, checkpoints)
     except Refused as refusal:
+        _forget(loop)
         _refuse_unless_apart(loop, refusal)
         tell(loop.title, compile, refusal)
-        _forget(loop)
     except LeftToEager as left:
         _forget(loop)
         return of_error(left.__cause__ or left)
@@ -192,6 +193,8 @@ def _look_and_plan(loop: Loop, elsewhere: Place | None) -> Ready | None:
     if answer.asked_by == "the eager loop":
         return None
     condition = whole = None
+    if loop.until is not None:
+        loop.asked = Asked()
     if answer.asked_by == "Python" or python_condition.is_known(loop):
         condition = PythonCondition(loop)
         seen, plan = _look_at(condition.stepped, None, condition.begin, elsewhere)
@@ -308,6 +311,8 @@ def _describe_rows(seen: Look) -> str:
 
 def _forget(loop: Loop) -> None:
     """Lets the eager loop find everything as it was."""
+    if loop.asked is not None:
+        loop.asked.undo()
     loop.last_tree, loop.taken = (None, None), 0
     if loop.outputs is not None:
         loop.outputs.tree = None
@@ -319,11 +324,16 @@ def _first_answer(loop: ConditionalLoop) -> FirstAnswer:
     state = loop.begin()
     log = OperationLog([])  # refuses what asking twice would do twice, writes to the carry among that
     log.grad, log.may_draw, log.may_read = False, False, True
-    with judged(log.watch), log, without_hooks():
+    asked = loop.asked = Asked()
+    with judged(log.watch, asked), log, without_hooks(), asked.asking():
         answer = loop.answer(0, state)
     if isinstance(answer, bool) or (log.reads and isinstance(answer, Tensor) and not answer.dim()):
         loop.first = loop.truth(answer, "cond_fn")
+        asked.keep()
         return FirstAnswer("Python" if loop.first else "the eager loop")
+    if asked.undo():
+        raise Refused("the condition changes what is outside of it", STATE)
+    loop.asked = None
     if log.reads and isinstance(answer, Tensor) and answer.dim():
         raise Refused(
             "the condition reads a value in Python, and gives a bool for each row",

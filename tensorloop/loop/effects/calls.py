@@ -31,6 +31,7 @@ class Calls:
 
     notes: Notes | None
     is_new: Any
+    writers: Any
     owns: Any
     refuse: Any
     reads: Any
@@ -115,7 +116,7 @@ class Calls:
             self._arguments(frame, "", args)
 
     def _torchs_state(self, frame: _Frame, said: str, name: str) -> None:
-        if name in known.TORCHS_STATE or (name in known.SEEDS and self.notes is None):
+        if name in known.TORCHS_STATE or (name in known.SEEDS and not self.writers()):
             self.refuse(frame, f"calls {said}()")
 
     def _of_module(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:  # noqa: C901, PLR0912
@@ -147,7 +148,7 @@ class Calls:
             return self.refuse(frame, f"hands on {name}")
         if name in ("setattr", "delattr"):
             return self.attribute(frame, args[0], args[1], args[2] if len(args) > 2 else GONE)
-        if name == "print" and self.notes is not None:
+        if name == "print" and self.writers():
             return None
         if name in known.OUTSIDE:
             return self.refuse(frame, f"calls {name}()")

@@ -22,8 +22,10 @@ _FAILS = frozenset(
     "index_fill_ embedding embedding_bag _embedding_bag take put put_ multinomial one_hot bincount nll_loss_forward "
     "nll_loss2d_forward nll_loss repeat_interleave bernoulli normal poisson binomial _assert_async _assert_scalar "
     "_linalg_eigh _linalg_svd linalg_eig linalg_lstsq linalg_qr geqrf take_along_dim masked_scatter masked_scatter_ "
-    "cdist histc quantile searchsorted _local_scalar_dense".split()
+    "cdist histc quantile searchsorted".split()
 )
+# The modules that call a body, or a condition, of a loop that is looked at.
+_CALL_BODIES = tuple(f"tensorloop.loop.compiled.{name}" for name in ("look.frame", "front", "in_graphs"))
 _DIVIDES = frozenset("floor_divide floor_divide_ remainder remainder_ fmod fmod_ div div_".split())
 
 
@@ -40,7 +42,7 @@ def may_fail(func: Any, args: Any) -> bool:
 def caught_at() -> UserLine | None:
     """The user's line that runs now and would catch an error there; None where it would come out of the step."""
     frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not known.module_of(frame).startswith("tensorloop.loop.compiled.look.frame"):
+    while frame is not None and not known.module_of(frame).startswith(_CALL_BODIES):
         if not known.is_trusted(known.module_of(frame)) and _catches(frame):
             return frame.f_code.co_filename, frame.f_lineno
         frame = frame.f_back

@@ -73,14 +73,19 @@ class Judge(Calls):
         """The containers in these are the step's own: the loop made them."""
         self.made.update((id(x), x) for tree in trees for x in pytree.nodes(tree))
 
+    def writers(self) -> bool:
+        """Whether what only writes may run."""
+        return self.notes is not None and self.notes.writers
+
     # -- frames
 
     def starts(self, frame: types.FrameType) -> dict[int, Check]:
         """The checks of a frame that begins or goes on; none where its code is not followed."""
         code = frame.f_code
-        if known.is_trusted(known.module_of(frame), self.notes is not None):
+        writers = self.writers()
+        if known.is_trusted(known.module_of(frame), writers):
             return {}
-        if known.is_of_library(frame, self.notes is not None) or known.imports(frame):
+        if known.is_of_library(frame, writers) or known.imports(frame):
             return {}
         if self.paths is not None and self.paths.knows(code):
             return {}

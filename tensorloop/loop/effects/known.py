@@ -3,10 +3,13 @@
 What stands in no table counts as a change. Names of the standard library, NumPy and torch, each fact once.
 """
 
+import _queue
+import _random
 import array
 import collections
 import functools
 import importlib
+import io
 import re
 import sys
 import types
@@ -25,7 +28,8 @@ _WRITERS = frozenset({"logging", "tqdm", "warnings", "threading", "concurrent"})
 _IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), tuple, frozenset, range, slice)
-OWNERS = (list, dict, set, collections.deque)  # what holds its elements itself; subclasses too
+OWNERS = (list, dict, set, collections.deque, _random.Random, io.StringIO, io.BytesIO, _queue.SimpleQueue)
+# What holds its elements, or its state, itself; subclasses too.
 PURE_KINDS = (
     *(types.MappingProxyType, types.CodeType, type({}.keys()), type({}.values()), type({}.items()), type(...)),
     *(types.FunctionType, types.MethodType, type(NotImplemented), property, types.GenericAlias),
@@ -79,7 +83,7 @@ MAKERS = frozenset("dict bytearray array copy fromkeys zeros ones empty full ara
 
 SEEDS = frozenset("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset".split())
 TORCHS_STATE = frozenset(  # what is torch's own; grad modes are looked at elsewhere
-    "seed seed_all set_default_dtype set_num_threads set_default_device set_default_tensor_type set_deterministic "
+    "seed seed_all set_default_dtype set_default_device set_default_tensor_type set_deterministic "
     "use_deterministic_algorithms set_float32_matmul_precision set_printoptions set_anomaly_enabled".split()
 )
 OF_MODULES = frozenset(
@@ -131,7 +135,9 @@ def imports(frame: types.FrameType | None) -> bool:
 def users(frame: types.FrameType) -> types.FrameType:
     """The innermost frame that is neither a trusted library's nor the standard library's."""
     at: types.FrameType | None = frame
-    while at is not None and (is_trusted(name := module_of(at)) or _is_standard(name)):
+    while at is not None and (
+        is_trusted(name := module_of(at)) or _is_standard(name) or name.partition(".")[0] in LIBRARIES
+    ):
         at = at.f_back
     return at or frame
 

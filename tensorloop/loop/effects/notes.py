@@ -7,6 +7,8 @@ found by all others. Anything else that is both read and written, by whichever s
 
 import copy
 from collections import deque
+from collections.abc import Iterator
+from contextlib import contextmanager
 from types import CodeType
 from typing import Any
 
@@ -21,6 +23,8 @@ CONTENTS = "its contents"  # of a variable of a closure
 
 class Notes:
     """What has been written and read by now, by the object and what of it: a name, a key, or one of the words above."""
+
+    writers = True  # whether what only writes may run: print, logging
 
     def __init__(self) -> None:
         self.step = 0
@@ -57,10 +61,46 @@ class Notes:
             return True
         return written[1] == self.step
 
-    def undo(self) -> None:
-        """Makes everything what it was before the first step."""
+    def undo(self) -> bool:
+        """Makes everything what it was before the first step; whether there was anything to undo."""
         for owner, name, was in reversed(self._before.values()):
             _put_back(owner, name, was)
+        wrote = bool(self._before)
+        self._before.clear()
+        return wrote
+
+
+class Asked(Notes):
+    """What a condition writes that is asked in Python between compiled steps: right as long as the body reads none of it.
+
+    The body itself (`writers` False) may write nothing.
+    """
+
+    writers = False
+
+    def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
+        """As of all notes."""
+        return self.writers and (id(owner), name) not in self._read and super().writes(owner, name, was, anew)
+
+    def reads(self, owner: Any, name: Any) -> bool:
+        """As of all notes."""
+        if self.writers:
+            return True
+        self._read.add((id(owner), name))
+        return (id(owner), name) not in self._written
+
+    @contextmanager
+    def asking(self) -> Iterator[None]:
+        """The condition runs inside."""
+        self.writers = True
+        try:
+            yield
+        finally:
+            self.writers = False
+
+    def keep(self) -> None:
+        """What has been written so far is done."""
+        self._before.clear()
 
 
 def _copied(x: Any) -> Any:

@@ -1,6 +1,7 @@
 """What a loop puts around its body in one step: tensors that go in, rows that do not run, the condition after it."""
 
 from collections.abc import Sequence
+from contextlib import nullcontext
 from functools import lru_cache, partial
 from types import CellType, FunctionType
 from typing import Any, NamedTuple
@@ -12,7 +13,7 @@ from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import default_device
 from tensorloop.compiler.place import Place
-from tensorloop.compiler.refused import Refused
+from tensorloop.compiler.refused import STATE, Refused
 from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.carried_arrays import Arrays
@@ -180,7 +181,7 @@ class Frame:
         What the body's Python would change that outlives the step is refused before it is done.
         """
         calls = watch.watch if isinstance(watch, OperationLog) else watch
-        with judged(calls):
+        with judged(calls, self.loop.asked):
             results = self._run(watch, carry, row)
         if isinstance(watch, OperationLog) and watch.writes:
             plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
@@ -325,6 +326,8 @@ class Frame:
             answer = self._answer(leaves)
             if may and (isinstance(answer, bool) or watch.reads):
                 raise AnswersInPython
+            if loop.asked is not None and loop.asked.undo():
+                raise Refused("the condition changes what is outside of it", STATE)
             if loop.until is not None and loop.stops_rows(answer, leaves):
                 raise Refused(ROWS_STOP, CURE_OF_ROWS)
             if not isinstance(answer, Tensor):
@@ -336,10 +339,11 @@ class Frame:
 
     def _answer(self, leaves: list[Any]) -> Any:
         """What the condition after the step says."""
-        loop = self.loop
+        loop, asked = self.loop, self.loop.asked
         condition = loop.cond or loop.until
         assert condition is not None
-        return condition(loop.carry.tree.unflatten(leaves), *loop.context_at(0))
+        with nullcontext() if asked is None else asked.asking():
+            return condition(loop.carry.tree.unflatten(leaves), *loop.context_at(0))
 
     def _counted(self, returned: Any, state: list[Any]) -> Any:
         """The carry that the body returned, with the next numbers of its counters as Python's."""

@@ -10,6 +10,7 @@ from tensorloop.loop.compiled.look.calls import CallWatch
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.operation_traits import storage_of
 from tensorloop.loop.effects.judge import Effect, Judge
+from tensorloop.loop.effects.notes import Asked
 
 
 class Appeared(Refused):
@@ -17,9 +18,9 @@ class Appeared(Refused):
 
 
 @contextmanager
-def judged(calls: CallWatch) -> Iterator[None]:
+def judged(calls: CallWatch, asked: Asked | None) -> Iterator[None]:
     """The step inside is refused for what its Python does, also where the body has caught the refusal."""
-    judge = calls.judge = Judge()
+    judge = calls.judge = Judge(asked)
     try:
         with remembered() as signals:
             try:

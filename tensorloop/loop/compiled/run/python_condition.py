@@ -99,9 +99,11 @@ class PythonCondition:
         given = tree, *self.loop.context_at(self.loop.taken)
         if self._paths.all_known():
             return ask(*given)
-        judge = Judge(paths=self._paths)
+        asked = self.loop.asked
+        assert asked is not None
+        judge = Judge(asked, self._paths)
         try:
-            with following(judge):
+            with asked.asking(), following(judge):
                 answer = ask(*given)
         except Effect:
             answer = None
