@@ -64,7 +64,9 @@ def rests(function: Any) -> bool:
     """Whether nothing of the user's runs below a function that a watch of calls sees."""
     found = _resting.get(function)
     if found is None:
-        found = _resting[function] = known.is_torch_function(function)
+        # An operator of the user's runs at each step of a compiled loop, too: nobody follows its kernel.
+        is_operator = type(function).__module__ == "torch._ops"
+        found = _resting[function] = is_operator or known.is_torch_function(function)
     return found and (function not in _CALL_BACK or not _has_functions())
 
 
