@@ -1,6 +1,5 @@
 """Conditions asked in Python: those that give a Python bool or look at values. The steps are native all the same."""
 
-import random
 from collections.abc import Callable
 from typing import Any
 
@@ -54,22 +53,21 @@ def test_a_condition_that_reads_a_value(steps: int, checkpoints: int | None, max
 def test_what_the_condition_does_is_done_as_often(capsys: pytest.CaptureFixture[str]) -> None:
     def run(compile: Any) -> Any:
         calls, seen = 0, []
-        random.seed(5)
 
         def goes_on(h: Tensor) -> bool:
             nonlocal calls
             calls += 1
             seen.append(round(h.sum().item(), 6))
             print(len(seen))
-            return random.random() < 0.97
+            return len(seen) < 12
 
         h = tl.while_loop(goes_on, lambda h: torch.sin(h @ TURN) + 0.1, torch.ones(2, 8, dtype=D), compile=compile)
-        return calls, seen, random.random(), capsys.readouterr().out, h
+        return calls, seen, capsys.readouterr().out, h
 
     found, expected = run("strict"), run(False)
-    assert found[:4] == expected[:4]
+    assert found[:3] == expected[:3]
     assert found[0] > 3
-    torch.testing.assert_close(found[4], expected[4])
+    torch.testing.assert_close(found[3], expected[3])
 
 
 @pytest.mark.parametrize("checkpoints", [None, 2])
@@ -258,8 +256,8 @@ def draws_in_the_body() -> tuple[Callable[..., Any], Callable[..., Any]]:
 @pytest.mark.parametrize(
     ("make", "reason"),
     [
-        (changes_what_the_body_reads, "changes state"),
-        (changes_it_late, "changes state"),
+        (changes_what_the_body_reads, "the body reads a dict to which an earlier step has written"),
+        (changes_it_late, r"the condition sets \['n'\] of a dict"),
         (keeps_the_carry, "keeps the carry elsewhere"),
         (writes_to_the_carry, "writes to a tensor from outside"),
         (writes_to_it_late, "writes to the carry"),
