@@ -45,9 +45,9 @@ class Notes:
         appears = written is None and (was is None or was is GONE)
         if key in self._read and not appears:
             return False
-        if written is None:
+        if key not in self._before:
             self._before[key] = owner, name, _copied(owner) if name is ELEMENTS else was
-            self.news = True
+        self.news |= written is None
         if written is None or (anew and name not in (ELEMENTS, SOME)):
             self._written[key] = owner, self.step, appears
         return True
