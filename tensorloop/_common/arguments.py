@@ -9,8 +9,9 @@ import torch
 from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
-from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
+from tensorloop._common.errors import Freed, WrongIndex, WrongType, WrongValue
 from tensorloop._torch import transforms
+from tensorloop._torch.storage import lacks_memory
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
@@ -54,6 +55,16 @@ def describe(x: Any) -> str:
         return f"a tensor of shape {tuple(x.shape)} and dtype {x.dtype}"
     text = repr(x)
     return f"{type(x).__name__} {text if len(text) < 60 else text[:57] + '...'}"
+
+
+def check_memory(tensors: Iterable[Tensor], what: str) -> None:
+    """Raises where a tensor's storage ends before its last number: what reads it would read what is not there."""
+    for x in tensors:
+        if lacks_memory(x):
+            raise Freed(
+                f"{describe(x)}, {what}, has lost its memory (untyped_storage().resize_()); "
+                f"let it have all of it until backward has run"
+            )
 
 
 def slots(n: int) -> str:

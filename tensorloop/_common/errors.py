@@ -57,6 +57,10 @@ class Misuse(Fact, RuntimeError):
     kind = RuntimeError
 
 
+class Freed(Misuse):
+    """The memory of a tensor is not there."""
+
+
 def named(name: str, hints: Mapping[str, str] | None = None) -> Callable[[_F], _F]:
     """For a public function: the facts that are raised inside become errors that begin with `name`.
 

@@ -4,18 +4,22 @@ Each thread numbers the nodes that it makes, in order. Private names of torch, t
 `torch.autograd._get_sequence_nr`, `Node._sequence_nr`, `Node._saved_*`.
 """
 
+import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
 from operator import attrgetter
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.autograd.graph import GradientEdge
 
 from tensorloop._torch import transforms
 
 Node = Any
 # To a node, and which of its results.
 Edge = tuple[Node, int]
+# What stands for a tensor in a graph: the edge to what made it, a leaf itself. An id may be that of another one later.
+End = Edge | weakref.ref[Tensor]
 
 # What a node hands its gradients to, an edge for each of its inputs; (None, 0) where one needs none.
 edges_of: Callable[[Node], Sequence[Edge]] = attrgetter("next_functions")
@@ -39,6 +43,35 @@ def node_of(x: Tensor) -> Node:
 def leaf_of(node: Node) -> Tensor | None:
     """The leaf at which a graph ends in this node. A user's node may have an attribute of that name, too."""
     return node.variable if type(node).__name__ == "AccumulateGrad" else None
+
+
+def end_of(x: Tensor | GradientEdge) -> End:
+    """What stands for a tensor in its graph."""
+    node, place = (node_of(x), x.output_nr) if isinstance(x, Tensor) else x[:2]
+    leaf: Any = x if node is None else leaf_of(node)
+    return (node, place) if leaf is None else weakref.ref(leaf)
+
+
+def ends_of(x: Any) -> list[End]:
+    """The same of one tensor or of several, as functions of autograd take them."""
+    return [*map(end_of, [x] if isinstance(x, (Tensor, GradientEdge)) else x or ())]
+
+
+def is_from(end: End, first: int, made: Collection[int] = ()) -> bool:
+    """Whether what made a tensor is this node of the thread, or a later one; or it is a leaf with one of these ids."""
+    return number_of(end[0]) >= first if isinstance(end, tuple) else id(end()) in made
+
+
+def reached(*ends: End) -> set[End]:
+    """All tensors that these depend on, themselves among them."""
+    found, stack = set[End](), [*ends]
+    while stack:
+        if (end := stack.pop()) not in found:
+            found.add(end)
+            for edge in edges_of(end[0]) if isinstance(end, tuple) else ():
+                if edge[0] is not None:
+                    stack.append(edge if (leaf := leaf_of(edge[0])) is None else weakref.ref(leaf))
+    return found
 
 
 def walk(starts: Iterable[Node], follows: Callable[[Edge], bool] | None = None) -> Iterator[Node]:

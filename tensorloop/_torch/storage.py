@@ -7,3 +7,14 @@ has_storage = torch._C._has_storage  # pyright: ignore[reportAttributeAccessIssu
 # Classes of tensors whose numbers are in that memory; another subclass may have them anywhere. Entries of packed rows
 # add theirs.
 PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer}
+
+
+def lacks_memory(x: Tensor) -> bool:
+    """Whether a tensor's storage ends before its last number: somebody freed it, or made it smaller."""
+    if x.layout is not torch.strided or not has_storage(x):
+        return False
+    there = x.untyped_storage().nbytes()
+    if there >= x.nbytes and x.is_contiguous() and not x.storage_offset():
+        return False
+    last = x.storage_offset() + sum((n - 1) * step for n, step in zip(x.shape, x.stride(), strict=True))
+    return x.numel() > 0 and not x._is_zerotensor() and there < (last + 1) * x.itemsize

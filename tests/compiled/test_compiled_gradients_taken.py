@@ -7,6 +7,8 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.autograd.graph import get_gradient_edge
+from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop.loop.compiled.front import NotCompiledWarning
@@ -196,6 +198,107 @@ def test_a_carry_on_which_another_carry_depends():
     with pytest.warns(NotCompiledWarning):
         found = tl.scan(of_two_carries, (init, XS[1]), XS, compile=True)
     torch.testing.assert_close(found, tl.scan(of_two_carries, (init, XS[1]), XS))
+
+
+def by_two_steps(c: Any, x: Tensor) -> Any:
+    a, b, d = c
+    return (d, b, b * 2), grad((a * b * x).sum(), b, create_graph=True)[0]
+
+
+def by_another_plan(c: Any, x: Tensor) -> Any:
+    a, b = c
+    if x > 0:
+        return (a + b, b), a
+    return (a * 2, b), grad((a * b).sum(), b, create_graph=True)[0]
+
+
+def changed_in_place(c: Any, x: Tensor) -> Any:
+    a, b = c
+    twice = a * 2
+    a.add_(1)
+    return (torch.sin(b), b), grad((twice * b * x).sum(), b, create_graph=True)[0]
+
+
+def hands_on_what_it_takes_it_for(c: Any, x: Tensor) -> Any:
+    return (W, c[1] + x), grad((c[0] * W * c[1]).sum(), c[0], create_graph=True)[0]
+
+
+ONES = torch.ones(6, dtype=D)
+SIGNS = torch.tensor([1.0, -1, -1, 1, -1, -1], dtype=D)
+
+
+@pytest.mark.parametrize("xs", [-ONES, SIGNS, -SIGNS], ids=["ones", "signs", "other signs"])
+@pytest.mark.parametrize(
+    ("body", "carries"),
+    [(by_two_steps, 3), (by_another_plan, 2), (changed_in_place, 2), (hands_on_what_it_takes_it_for, 2)],
+)
+def test_ways_by_several_steps_and_by_other_plans(body: Any, carries: int, xs: Tensor):
+    """The plain loop says what is right; what is not refused is that."""
+    init = tuple(W.detach().clone().requires_grad_() * (k + 1) for k in range(carries))
+    carry, ys = init, []
+    for x in xs:
+        carry, y = body(tuple(c * 1 for c in carry) if body is changed_in_place and carry is init else carry, x)
+        ys.append(y)
+    with pytest.warns(NotCompiledWarning, match="takes the gradient for a"):
+        found = tl.scan(body, tuple(c * 1 for c in init), xs, compile=True)
+    torch.testing.assert_close(found, (carry, torch.stack(ys)))
+
+
+def swapped(c: Any, x: Tensor) -> Any:
+    a, b, d = c
+    return (b, a, torch.sin(d) * x), grad((a * b * d).sum(), b, create_graph=True)[0]
+
+
+def test_carries_that_depend_on_nothing_else_compile():
+    def of(compile: Any) -> Any:
+        init = tuple(W.detach().clone().requires_grad_() for _ in range(3))
+        carry, ys = tl.scan(swapped, init, SIGNS, compile=compile)
+        return carry, ys, grad(ys.square().sum(), init)
+
+    torch.testing.assert_close(of("strict"), of(False))
+
+
+KEPT: dict[str, Callable[[Tensor], Tensor]] = {
+    "exp": lambda x: torch.exp(torch.sin(x)),
+    "tanh": lambda x: torch.tanh(M.detach() @ x),
+    "softmax": lambda x: torch.softmax(M.detach() @ x, 0),
+    "norm": lambda x: x * torch.linalg.vector_norm(x),
+    "solve": lambda x: torch.linalg.solve(torch.outer(x, x) + 3 * torch.eye(4, dtype=D), x),
+}
+
+
+@pytest.mark.parametrize("name", KEPT)
+def test_results_that_autograd_kept_outside_of_the_body(name: str):
+    """They have their graph there: rows of a Jacobian, and products with a Hessian."""
+
+    def of(compile: Any) -> list[Tensor]:
+        x = W.detach().clone().requires_grad_()
+        y = KEPT[name](x)
+        first = grad(y.square().sum(), x, create_graph=True)[0]
+        rows = tl.map(lambda e: grad(y, x, e, create_graph=True)[0], torch.eye(4, dtype=D), compile=compile)
+        power = tl.scan(
+            lambda v, _: (grad(first, x, v, create_graph=True)[0] / 9, v), ONES[:4], length=3, compile=compile
+        )[0]
+        last = grad(rows.square().sum() + power.sum(), x, create_graph=True)[0]
+        return [rows, power, last, *grad(last.sum(), x)]
+
+    torch.testing.assert_close(of("strict"), of(False))
+
+
+def test_what_is_computed_anew_has_no_second_order():
+    def body(h: Tensor, x: Tensor) -> Any:
+        z = h.detach().requires_grad_()
+        energy = checkpoint(lambda z: torch.exp(torch.sin(z) * W).sum(), z, use_reentrant=False)
+        return torch.tanh(h + grad(energy, z, create_graph=True)[0]), x
+
+    with pytest.raises(RuntimeError, match="goes through what is computed anew"):
+        tl.scan(body, W.detach(), XS[:, 0], compile="strict")
+
+
+def test_an_edge_of_a_graph_stands_for_its_tensor():
+    edge = get_gradient_edge(W)
+    with pytest.raises(RuntimeError, match="takes the gradient for a tensor from outside, and the carry may depend"):
+        tl.scan(lambda h, x: (torch.sin(h * W), grad((h * W).sum(), edge)[0]), XS[0], XS, compile="strict")
 
 
 def test_what_the_loop_starts_with_may_depend_on_what_is_asked_for():

@@ -135,7 +135,7 @@ def _of(room: str, names: str) -> list[str]:
 
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *_of("loop.checkpoint", "adjoint closures in_order leaving node options snapshots"),
+    *_of("loop.checkpoint", "adjoint closures dependence in_order leaving node options snapshots"),
     *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
     *_of("loop.compiled.look", "autocast carried_arrays draws frame look operation_log padded_rows python_state"),
     *_of("loop.compiled.look", "second_look template values_read"),

@@ -82,6 +82,7 @@ class _Sources:
         if older and edge not in self.by_edge[older]:
             raise Misuse(
                 f"step {self.of.step} depends on the result of {edge[0].name()}, a tensor that no "
-                f"torch function of the body was given; pass it in the carry, or use it in an operation"
+                f"torch function of the body was given; pass it in the carry, or use it in an operation; "
+                f"if a gradient that the body takes goes through it, compute it in the body, or give no checkpoints"
             )
         return self.by_edge[older].get(edge)

@@ -24,7 +24,7 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
-from tensorloop._common.arguments import describe
+from tensorloop._common.arguments import check_memory, describe
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import graph, overrides
@@ -32,11 +32,12 @@ from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.versions import version_of
 from tensorloop.loop.checkpoint.ambient_state import GpuStates, RngState
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
+from tensorloop.loop.checkpoint.asked_of_autograd import AskedOfAutograd
 from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
 from tensorloop.loop.checkpoint.in_place import Given
 from tensorloop.loop.checkpoint.references import find_held, own_references
 from tensorloop.loop.checkpoint.step_use import StepUse
-from tensorloop.loop.checkpoint.writes import UNSEEN, WRITING, Writes, may_write
+from tensorloop.loop.checkpoint.writes import AUTOGRAD, UNSEEN, WRITING, Writes, may_write
 from tensorloop.loop.effects.follow import rest, rests, resume
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
@@ -74,6 +75,7 @@ class Captures(TorchFunctionMode):
         self.writes = Writes()
         self.calls = array("q")  # torch functions called in each step that gave a tensor
         self.given = Given()
+        self.autograd = AskedOfAutograd()
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
         self.followed = False  # whether somebody follows the body's Python, who rests while torch runs
@@ -117,7 +119,11 @@ class Captures(TorchFunctionMode):
         writes = WRITING.get(func)
         if writes is None:
             writes = WRITING[func] = may_write(func)
-        if writes or "out" in kwargs:
+        if writes is AUTOGRAD:
+            if not self.replaying:
+                with overrides.unseen():
+                    self.autograd.check(self, func, args, kwargs)
+        elif writes or "out" in kwargs:
             with overrides.unseen():  # recorders around this one count what the body makes
                 candidates = {id(x) for x, _ in use.candidates}
                 self.writes.before((*args, *kwargs.values()), writes is UNSEEN, self._is_met, candidates)
@@ -246,6 +252,7 @@ class Captures(TorchFunctionMode):
         if self.replaying:
             self._check_count()
         else:
+            self.autograd.end_step(self, returned)
             self.calls.append(use.count)
             if torch.cuda.is_initialized():
                 self.gpus.update(x.get_device() for x in use.seen.values() if x.is_cuda)
@@ -294,6 +301,7 @@ class Captures(TorchFunctionMode):
             for reference, version in self._fresh:
                 if (x := reference()) is not None and not self._is_met(x):
                     self.met[id(x)] = Met(reference, version)
+            self.autograd.settle(self)
         if self.writes.fresh:
             self.writes.settle()
         if self.given.loose:
@@ -360,6 +368,8 @@ class Captures(TorchFunctionMode):
         """Raises where a captured tensor was changed in place, by anybody but a buffer's own update."""
         for key, met in self.met.items():
             x = met.tensor()
+            if x is not None and self.replaying:
+                check_memory([x], "which the body closes over")
             if x is not None and version_of(x) != met.version and key not in self.writes.changed:
                 raise Misuse(
                     f"{describe(x)}, which the body closes over, was changed in place "

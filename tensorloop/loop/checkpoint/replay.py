@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorloop import schedule
-from tensorloop._common.arguments import describe
+from tensorloop._common.arguments import check_memory, describe
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here, library_code, running
 from tensorloop.loop.checkpoint.snapshots import State, as_leaves
@@ -43,6 +43,7 @@ class Replay:
         """The surroundings of the sweep: everything that a body's result depends on."""
         swept, captures = self.swept, self.steps.captures
         swept.constants.check()
+        check_memory(swept.given, "which the loop was given or its body closes over")
         if (i := swept.versions.changed()) is not None:
             raise Misuse(
                 f"{describe(swept.given[i])}, which the loop was given or its body closes over, was changed in "

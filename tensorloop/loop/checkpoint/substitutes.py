@@ -13,10 +13,12 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 from torch.autograd.graph import GradientEdge
 from torch.overrides import TorchFunctionMode
 
+from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import graph
 from tensorloop._torch.eager_only import runs_eagerly
@@ -100,7 +102,16 @@ class SubstituteMode(TorchFunctionMode):
         if func in _FACTS:
             return func(*args)
         kwargs = {key: self._swap(x) for key, x in (kwargs or {}).items()}
-        return func(*[self._swap(x) for x in args], **kwargs)
+        args = [self._swap(x) for x in args]
+        if func is torch.autograd.grad:
+            given = dict(zip(("outputs", "inputs"), args, strict=False)) | kwargs
+            ours, wanted = {*map(graph.end_of, self.substitutes.values())}, {*graph.ends_of(given["inputs"])}
+            if ours & wanted and ours & graph.reached(*graph.ends_of(given["outputs"])) - wanted:
+                raise Misuse(
+                    "the body takes a gradient through what was computed before the loop, which is no part of a step; "
+                    "compute that in the body, or give no checkpoints"
+                )
+        return func(*args, **kwargs)
 
     def _swap(self, x: Any) -> Any:
         if isinstance(x, Tensor):

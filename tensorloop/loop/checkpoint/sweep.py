@@ -157,6 +157,7 @@ class Sweep:
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = steps.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
+        captures.autograd.given = leaves, (*recorded, *tokens), row
         versions = None
         if 1 < len(leaves) > len(recorded):  # one alone shares with none, and autograd refuses for those with gradient
             plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]

@@ -9,8 +9,12 @@ from typing import Any
 
 from torch import Tensor
 
+from tensorloop._common.arguments import check_memory
+from tensorloop.loop.checkpoint.asked_of_autograd import ASKS
+
 UNSEEN = "without a version"
-WRITING: dict[Any, bool | str] = {}  # functions met so far -> whether they may, or `UNSEEN`
+AUTOGRAD = "no, but asks of autograd"
+WRITING: dict[Any, bool | str] = {}  # functions met so far -> whether they may, `UNSEEN`, or `AUTOGRAD`
 
 _WRITES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"}
@@ -20,8 +24,10 @@ _STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and ru
 
 
 def may_write(func: Any) -> bool | str:
-    """Whether a torch function may change an argument; `UNSEEN` where the change raises no version."""
+    """Whether a torch function may change an argument; `UNSEEN` where that raises no version, `AUTOGRAD` for `ASKS`."""
     name = getattr(func, "__name__", "")
+    if func in ASKS:
+        return AUTOGRAD
     if name.endswith("_") and not name.endswith("__"):
         return name not in _KEEPS
     return name in _WRITES or (UNSEEN if name.endswith(_STATISTICS) else False)
@@ -30,6 +36,11 @@ def may_write(func: Any) -> bool | str:
 def _is_expanded(x: Tensor) -> bool:
     """Whether several elements share one place in memory: torch writes to no such tensor, nor can it be restored."""
     return any(step == 0 and n > 1 for n, step in zip(x.shape, x.stride(), strict=True))
+
+
+def _copied(x: Tensor) -> Tensor:
+    check_memory([x], "which the body changes in place")
+    return x.detach().clone()
 
 
 class Writes:
@@ -54,9 +65,9 @@ class Writes:
             if id(x) in self.changed:
                 continue
             if is_capture(x):
-                self.changed[id(x)] = (x, x.detach().clone())
+                self.changed[id(x)] = (x, _copied(x))
             elif id(x) in candidates:
-                self.fresh.setdefault(id(x), (weakref.ref(x), x.detach().clone()))
+                self.fresh.setdefault(id(x), (weakref.ref(x), _copied(x)))
 
     def tensors(self) -> list[tuple[Tensor, bool]]:
         """What the body has changed, or may have, and whether without a new version."""
@@ -73,7 +84,7 @@ class Writes:
 
     def values(self) -> dict[int, Tensor]:
         """The values now, for a snapshot."""
-        return {key: x.detach().clone() for key, (x, _) in self.changed.items()} if self.changed else {}
+        return {key: _copied(x) for key, (x, _) in self.changed.items()} if self.changed else {}
 
     def restore(self, values: dict[int, Tensor]) -> None:
         """Puts back values; what was changed later only has those of before."""

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import describe
-from tensorloop._common.errors import Misuse, WrongType
+from tensorloop._common.errors import Freed, Misuse, WrongType
 from tensorloop._common.user_line import UserLine, user_place, warn
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
@@ -272,7 +272,7 @@ def _left_to_eager(loop: Loop) -> Iterator[None]:
     """Leaves what the user's functions raise to the eager loop, but an interrupt, which comes once."""
     try:
         yield
-    except (Refused, AnswersInPython, LeftToEager):
+    except (Refused, AnswersInPython, LeftToEager, Freed):
         raise
     except Exception as error:
         raise LeftToEager from error

@@ -7,13 +7,13 @@ of the step's; what it is asked for is noted, for in a loop one tensor may depen
 """
 
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, Protocol
 
 import torch
 from torch import Tensor
 
 from tensorloop._common.user_line import user_place
-from tensorloop._torch import functions, transforms
+from tensorloop._torch import functions, graph, transforms
 from tensorloop._torch.functions import Ctx, unrecorded
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.versions import Versions
@@ -40,30 +40,29 @@ class Notes(Protocol):
         ...
 
 
-class Asked(NamedTuple):
-    """One call of `torch.autograd.grad`."""
-
-    outputs: list[Tensor]
-    inputs: list[Tensor]
-
-
 class AutogradCalls:
-    """Sees them in one run of a step.
+    """Sees them in one run of a step, whose inputs are `given`.
 
     `live`: whether inputs have gradients, so that what depends on this is seen. `checks`: whether backwards are tried
     out with fewer gradients asked for, and coming.
     """
 
-    def __init__(self, notes: Notes, watch: Any, *, live: bool, checks: bool = False) -> None:
+    def __init__(self, notes: Notes, watch: Any, given: Sequence[Tensor], *, live: bool, checks: bool = False) -> None:
         self.notes: Any = notes
         self.watch: Any = watch
         self.live, self.checks = live, checks
         self.met: list[Any] = []  # the `ctx` of each Function that was noted
         self.once = False  # whether one of them may be differentiated once
-        self.asked: list[Asked] = []
+        self.asked: list[tuple[list[graph.End], graph.End]] = []  # outputs, and an input that the step did not make
+        # What the inputs are in the step's graph, before it writes to any; where rows stop, what the body gets of them.
+        self.ends = [graph.end_of(x) for x in given]
+        self.fed: dict[graph.End, int] = {}
+        self.first = graph.next_number()  # of the nodes that the step makes
         self.takes = False  # whether there was any
         self.running = False  # whether torch.autograd.grad does
         self._count = 0
+        self._origins: dict[int, int] = {}  # of what detach() gave, by number
+        self._again: set[int] = set()  # such as torch.autograd.grad makes
 
     def __call__(self, ctx: Any) -> None:
         """A Function is called; its forward comes next."""
@@ -91,15 +90,37 @@ class AutogradCalls:
             raise _refused("the body calls torch.autograd.grad with is_grads_batched=True", "call it for each gradient")
         if self.once and given.get("create_graph"):
             raise _refused("a gradient with create_graph=True may reach a once_differentiable Function", FUNCTION)
-        pair = given.get("outputs"), given.get("inputs")
-        asked = [[x] if isinstance(x, Tensor) else list[Any](x or ()) for x in pair]
-        self.asked.append(Asked(*asked))
+        with unseen():
+            outputs, inputs = (graph.ends_of(given.get(name)) for name in ("outputs", "inputs"))
+            self.asked += [(outputs, x) for x in inputs if x in self.fed or self._is_outside(x)]
         self.takes = True
         outer, self.running = self.running, True
         try:
             return run()
         finally:
             self.running = outer
+
+    def _is_outside(self, x: graph.End) -> bool:
+        return not graph.is_from(x, self.first) if isinstance(x, tuple) else self.notes.is_outside(x())
+
+    def detached(self, x: int, out: int) -> None:
+        """Notes of which tensor a detached one is made, by their numbers."""
+        self._origins[out] = self._origins.get(x, x)
+        if self.running:
+            self._again.add(out)
+
+    def original(self, number: int, x: Tensor) -> int:
+        """The number of a tensor; what autograd keeps of a result, and gives with its graph again, is that result."""
+        if not self.running or number not in self._origins or not x.requires_grad:
+            return number
+        if x.grad_fn is not None:
+            return self._origins[number]
+        if number in self._again and torch.is_grad_enabled():  # it may stand for another leaf, or be one by itself
+            raise _refused(
+                "a gradient with create_graph=True goes through what is computed anew (torch.utils.checkpoint)",
+                "call the function itself: compiled loops have checkpoints=",
+            )
+        return number
 
     def gives(self, x: Any) -> None:
         """The body says that a tensor requires a gradient, or that it does not."""

@@ -5,88 +5,50 @@ step that is compiled has inputs that depend on nothing. So for a tensor from ou
 ways in the eager loop that lead there by earlier steps: then the body is refused.
 """
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Hashable, Sequence
 
 from torch import Tensor
 
+from tensorloop._common.scope import here
 from tensorloop._torch import graph
 from tensorloop.compiler.refused import Refused
+from tensorloop.loop.checkpoint.dependence import Dependence
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls
 from tensorloop.loop.compiled.look.frame import Frame
 
+MOST_STEPS = 100  # after which what carries depend on is to be as it was before
+_TAKES = "the body takes the gradient for"
 _CURE = "detach() the carry in the body, or take the gradient for a tensor that the body makes"
 
 
-def check_gradients(
-    frame: Frame, given: Sequence[Tensor], carry: Sequence[Tensor], captures: Sequence[Tensor], calls: AutogradCalls
-) -> None:
+def check_gradients(frame: Frame, carry: Sequence[Tensor], calls: AutogradCalls, *, several: bool) -> None:
     """Raises `Refused` where a gradient that the body took is another one in the eager loop.
 
-    `given` are the step's inputs as the body got them, `carry` is the next carry.
+    `carry` is the next carry. `several`: whether other steps of the loop may do something else.
     """
-    asked, calls.asked = calls.asked, []
-    for outputs, inputs in asked:
-        places = {id(x): i for i, x in enumerate(given)}
-        outside = {id(x) for x in captures}
-        targets = [places.get(id(x), x) for x in inputs if id(x) in places or id(x) in outside]
-        if targets:
-            _Ways(frame, given, carry, captures, outputs).check(targets)
-
-
-class _Ways:
-    """What the gradient of `outputs` goes through."""
-
-    def __init__(
-        self,
-        frame: Frame,
-        given: Sequence[Tensor],
-        carry: Sequence[Tensor],
-        captures: Sequence[Tensor],
-        outputs: Sequence[Tensor],
-    ) -> None:
-        real = [*frame.carry, *frame.xs]
-        ends = {x.grad_fn: i for i, x in enumerate(given) if x.grad_fn is not None}
-        stop = {*ends, *(x.grad_fn for x in captures if x.grad_fn is not None)}
-        starts = [x.grad_fn for x in outputs if x.grad_fn is not None]
-        nodes = set(graph.walk(starts, lambda edge: edge[0] is not None)) if not stop else _until(starts, stop)
-        self._carry, self._real = carry, real
-        self._reached = sorted(ends[node] for node in nodes if node in ends)
-        self._captures = [x for x in captures if x.grad_fn in nodes]
-
-    def check(self, targets: Sequence[Any]) -> None:
-        """Raises `Refused` where another way leads to one of these: places of inputs, or captures."""
-        n = len(self._carry)
-        for target in targets:
-            if isinstance(target, Tensor):
-                if any(i < n and (self._real[i].requires_grad or self._carry[i].requires_grad) for i in self._reached):
-                    raise Refused(
-                        "the body takes the gradient for a tensor from outside, and the carry may depend on it", _CURE
-                    )
-                ways = [self._real[i] for i in self._reached]
-                whole = target
-            elif target < n:
-                whole = self._real[target]
-                others = [i for i in self._reached if i < n and i != target]
-                if any(_depends(self._carry[i], self._carry[target]) for i in others):
-                    raise Refused("the body takes the gradient for a carry on which another carry depends", _CURE)
-                ways = [*(self._real[i] for i in self._reached if i != target), *self._captures]
-            else:
-                continue  # a slice of xs is new in each step
-            if any(_depends(x, whole) for x in ways):
-                raise Refused("the body takes the gradient for a tensor on which the loop's inputs depend", _CURE)
-
-
-def _until(starts: Sequence[Any], stop: set[Any]) -> set[Any]:
-    """The nodes down to these, these among them."""
-    inside = set(graph.walk(starts, lambda edge: edge[0] not in stop))
-    return inside | {edge[0] for node in inside - stop for edge in graph.edges_of(node) if edge[0] in stop}
-
-
-def _depends(x: Tensor, on: Tensor) -> bool:
-    """Whether a tensor is computed from another, or is that one."""
-    if x is on:
-        return True
-    if x.grad_fn is None or not on.requires_grad:
-        return False
-    return any(node is on.grad_fn or graph.leaf_of(node) is on for node in graph.walk([x.grad_fn]) if node is not None)
+    places, after = {x: i for i, x in enumerate(calls.ends)} | calls.fed, [*map(graph.end_of, carry)]
+    real = [*map(graph.end_of, frame.carry)], [*map(graph.end_of, frame.xs)]
+    taken, asked = list[tuple[list[graph.End], graph.End, bool]](), calls.asked
+    calls.asked = []
+    for outputs, target in asked:
+        found = graph.reached(*outputs)
+        bad = several and places.get(target, len(carry)) < len(carry)  # it may be anything that another step hands on
+        if bad or not found.isdisjoint((places.keys() - {target}) | {*real[0], *after}):
+            taken.append((outputs, target, bad))
+    if not taken:
+        return
+    # Rows that stop are given something else in some steps, and what is around another loop's step is not seen.
+    known = not (several or calls.fed or here.recorder)
+    leaves = [x for x in after if not isinstance(x, tuple)]
+    dependence, met = Dependence(*real, known=known, others=leaves), set[Hashable]()
+    while (state := dependence.state()) not in met:
+        for outputs, target, bad in taken:
+            if bad or len(met) == MOST_STEPS or dependence.misses(places, outputs, target):
+                what = "a carry on which another carry depends"
+                if target not in places:
+                    what = "a tensor from outside, and the carry may depend on it"
+                if known and not met:
+                    what = "a tensor on which the loop's inputs depend"
+                raise Refused(f"{_TAKES} {what}", _CURE)
+        met.add(state)
+        dependence.step(places, after, calls.first)

@@ -11,7 +11,8 @@ from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.arguments import describe
-from tensorloop._torch.overrides import default_device
+from tensorloop._torch import graph
+from tensorloop._torch.overrides import default_device, unseen
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import STATE, Refused
 from tensorloop.compiler.targets.choose import find_place
@@ -282,6 +283,10 @@ class Frame:
         with watch:
             for i, last in zip(self.held, lasts, strict=True):
                 fed[i] = torch.where(spread(active, last), state[i], last.detach())
+            calls = watch.watch.autograd if isinstance(watch, OperationLog) else watch.autograd
+            if calls is not None:
+                with unseen():
+                    calls.fed = {graph.end_of(fed[i]): self.places.index(i) for i in self.held}
             for i in self.arrays.places:
                 mask_rows(fed[i], active)
             returned, y = loop.body(0, loop.carry.tree.unflatten(fed), slices, loop.context_at(0))

@@ -17,6 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.arguments import check_memory
 from tensorloop.compiler.refused import Signal
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_fail_calls
@@ -56,6 +57,7 @@ class CallTrail(CallWatch):
         self.captures: list[Tensor] = []
         self.may_read = self.reads = False  # values in Python: no known call of a condition does
         self.values = None
+        self.told = False  # whether Python read a value
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
         self._given = len(self._held)
@@ -90,6 +92,7 @@ class CallTrail(CallWatch):
         else:
             out = func(*args, **kwargs) if kwargs else func(*args)
         if func in READING and not is_read(out):
+            self.told = True
             self._step([repr(out)])
         if type(out) is Tensor:
             if id(out) not in numbers:  # a call in place gives its argument
@@ -173,6 +176,7 @@ class CallTrail(CallWatch):
         if x.layout is not torch.strided:
             key.append(self._incomparable())
         else:
+            check_memory([x], "which the body closes over")
             key.append((x.shape, x.dtype, x.device, x.stride(), x.requires_grad))
         number = self._numbers[id(x)] = len(self._held)
         self._held.append(x)

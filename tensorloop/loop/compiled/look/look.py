@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.arguments import describe
+from tensorloop._common.arguments import check_memory, describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.storage import PLAIN
 from tensorloop._torch.tracing import without_hooks
@@ -115,7 +115,7 @@ def _recognize(frame: Frame) -> Look | None:
             live = _is_differentiating(frame)
             carry, row = (list(map(_live, x)) if live else x for x in frame.inputs())
             trail = CallTrail([*carry, *row], known)
-            trail.autograd = AutogradCalls(trail, trail, live=live or not torch.is_grad_enabled())
+            trail.autograd = AutogradCalls(trail, trail, [*carry, *row], live=live or not torch.is_grad_enabled())
             try:
                 results = frame.run(trail, carry, row)
             finally:
@@ -125,7 +125,7 @@ def _recognize(frame: Frame) -> Look | None:
         return None
     if trail.asked_grad:  # what the body would have done with other tensors, its calls do not tell
         return None
-    check_gradients(frame, [*carry, *row], results.carry, trail.captures, trail.autograd)
+    check_gradients(frame, results.carry, trail.autograd, several=trail.told)
     assert leaf is not None
     return Look(frame, leaf.key, [trail.captures[i] for i in leaf.captures], results, (), None)
 
@@ -180,7 +180,7 @@ def _record(
         trail = CallTrail(given) if learns else None
         log = OperationLog(given, lines=lines, trail=trail, device=frame.place.device)
         log.values = values = _values_of(frame)
-        calls = AutogradCalls(log, log.watch, live=live or not may, checks=checks)
+        calls = AutogradCalls(log, log.watch, given, live=live or not may, checks=checks)
         log.watch.autograd = calls
         log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
         try:
@@ -196,8 +196,8 @@ def _record(
             raise Refused(f"a y is on {away[0].device}, and the loop on {frame.place.device}", "give it on that device")
         if not torch.is_grad_enabled() and any(x.requires_grad for x in tensors):
             raise Refused("the body gives a tensor with a gradient to a loop under no_grad", "detach() it")
-        check_gradients(frame, given, results.carry, list(log.captures.values()), calls)
         numbers = log.finish(tensors)
+        check_gradients(frame, results.carry, calls, several=bool(frame.answers))
         if trail is not None:
             trail.tells_all &= not any(log.made(x) for x in trail.captures)
             trail.end(tensors, kinds)
@@ -272,6 +272,7 @@ def _check_arguments(loop: Loop, first: Tensor | None) -> None:
         if kinds:
             raise Refused(f"the context, which rows leave, holds a {kinds[0].split()[0]}", "give tensors as context")
     tensors = tensors_of(loop)
+    check_memory(tensors, "in the carry or xs")
     if any(type(x) not in PLAIN or x.layout is not torch.strided for x in tensors):
         raise Refused("a tensor of another class is in the carry or in xs", "give plain tensors")
 

@@ -35,6 +35,7 @@ from tensorloop.loop.compiled.look.operation_traits import (
     STRIDED,
     TRAITS,
     OperationTraits,
+    check_capture,
     check_device,
     is_live,
     is_torchs_own,
@@ -88,7 +89,6 @@ class OperationLog(OperationMode):
         self._moving = set(range(self._given))  # what may be another at each step: arguments, and what is made of them
         self._moving_memory: set[int] = set()  # memory to which such was written
         self._moves = False  # whether the operation at hand is given such
-        self._origins: dict[int, int] = {}  # of what detach() gave
         self._results: set[int] = set()  # what custom Functions gave
         self._backwards: list[int] = []  # of those that are looked at: how many tensors there were when it began
         self._read_backward: set[int] = set()  # memory that such a one reads
@@ -123,6 +123,9 @@ class OperationLog(OperationMode):
             if not (self.may_read and traits.reason == READS):
                 raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", CURES[traits.reason])
             self.reads = True
+        taking = (calls := self.watch.autograd) is not None and calls.running
+        if taking and func is _aten.detach.default and id(args[0]) not in self._numbers and not args[0].requires_grad:
+            return func(*args)  # autograd kept it of a result from outside, and gives it with its graph
         cut = torch.is_grad_enabled() is not self.grad and not is_torchs_own(func, args)
         if not self.watch.inside:
             self._without_a_call(func, args)
@@ -156,8 +159,8 @@ class OperationLog(OperationMode):
             self._empty.add(storage_of(out))
         if self.lines:
             if func is _aten.detach.default:
-                number = self._numbers[id(args[0])]
-                self._origins[self._numbers[id(out)]] = self._origins.get(number, number)
+                if self.watch.autograd is not None:
+                    self.watch.autograd.detached(self._numbers[id(args[0])], self._numbers[id(out)])
                 func = self._detached(args[0], out)
             elif self._cut or cut:
                 self._follow(args, out, cut)
@@ -424,12 +427,9 @@ class OperationLog(OperationMode):
         return x
 
     def _number(self, x: Tensor) -> int:
-        """The number of a tensor; what autograd keeps of a result, and gives with its graph again, is that result."""
-        number = self._numbers[id(x)]
-        calls = self.watch.autograd
-        if number in self._origins and calls is not None and calls.running and x.grad_fn is not None:
-            return self._origins[number]
-        return number
+        """The number of a tensor, or of the one that it stands for."""
+        number, calls = self._numbers[id(x)], self.watch.autograd
+        return number if calls is None else calls.original(number, x)
 
     def _capture(self, x: Tensor) -> int:
         if type(x) not in PLAIN or x.layout is not torch.strided:
@@ -437,7 +437,7 @@ class OperationLog(OperationMode):
                 f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
                 "give plain tensors: what is in it, or its values()",
             )
-        check_device(x, self.device)
+        check_capture(x, self.device)
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)
         self.captures[number] = x

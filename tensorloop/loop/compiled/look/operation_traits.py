@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.arguments import check_memory
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES
 from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
@@ -19,6 +20,7 @@ _MEMORY = "replaces the memory of a tensor"
 _DRAWS = "draws random numbers"
 _CHECKS = "raises where a value is not as it should be"
 MARKS = "marks a part of a program for a profiler"
+_BETWEEN = "runs between processes, and may go on after it has returned"
 _OWN = "is an operation of its own that writes to its arguments"
 _OBJECT = "takes an object that is no tensor: a group of processes, or packed weights"
 CURES = {
@@ -28,6 +30,7 @@ CURES = {
     _CHECKS: "check before the loop, or what it returns",
     _DRAWS: "draw before the loop and give the numbers as xs",
     _OBJECT: "call it before or after the loop, or set compile=False",
+    _BETWEEN: "call it before the loop, or on what it returns; else set compile=False",
     _OWN: "give what it writes as results (mutates_args=()), or set compile=False",
 }
 # Operations that may take the number of a step: they take a tensor of one number as well.
@@ -56,6 +59,8 @@ _INDEXED = {_aten.index.Tensor, _aten.index_put.default, _aten.index_put_.defaul
 STRIDED = {_aten.as_strided.default, _aten.as_strided_.default, _aten.as_strided_copy.default}
 STRIDED |= {_aten.as_strided_scatter.default}
 _META = torch.device("meta")
+# Collectives, plain and functional, and what calls such: their results are there only once somebody has waited.
+_OF_PROCESSES = {"c10d", "_c10d_functional", "_c10d_functional_autograd", "c10d_functional", "_dtensor", "symm_mem"}
 _TORCHS = ("aten", "prims")
 _FILL = {"fill_", "zero_", "copy_"}
 
@@ -104,6 +109,8 @@ def traits_of(func: Any) -> OperationTraits:
         reason = READS
     elif torch.Tag.dynamic_output_shape in func.tags and func not in _INDEXED:
         reason = _SHAPES
+    elif func.namespace in _OF_PROCESSES:
+        reason = _BETWEEN
     elif schema.is_mutable and func.namespace not in _TORCHS:
         reason = _OWN
     elif func.namespace == "profiler":
@@ -160,6 +167,12 @@ def check_device(x: Tensor, device: torch.device | None) -> None:
             f"a tensor on {x.device} is used or made in a loop on {device}",
             f"have it on {device}, or make what depends on it before the loop",
         )
+
+
+def check_capture(x: Tensor, device: torch.device | None) -> None:
+    """Refuses what is elsewhere than its loop; raises where a tensor has no memory any more."""
+    check_memory([x], "which the body closes over")
+    check_device(x, device)
 
 
 def offset_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:

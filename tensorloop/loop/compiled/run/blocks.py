@@ -93,6 +93,7 @@ class RunInBlocks(RunAtOnce):
     ) -> Ran:
         """What a program gives for these steps."""
         invariants, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
+        program.check_inputs(invariants, rows, state)
         self.arrays.seek(start)
         with self.after(start):
             found = program(stop - start, invariants, rows, state, self._lengths(start), **options)

@@ -84,6 +84,7 @@ class GradientSums:
         )
         whole = count == self.steps
         given = [*saved, *(g if whole else g[part] for g in self.coming.outs)]
+        program.check_inputs(invariants, given, ())
         pool = None if whole else self.pool
         try:
             self.carry, _, outs, sums, _ = program(count, invariants, given, self.carry, lengths, pool=pool)

@@ -9,7 +9,8 @@ from typing import Any, TypeVar
 import torch
 from torch import Tensor, fx
 
-from tensorloop._common.errors import Misuse
+from tensorloop._common.arguments import check_memory
+from tensorloop._common.errors import Freed, Misuse
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import spare_hooks
 from tensorloop._torch.memory import in_memory
@@ -83,6 +84,8 @@ class RunAtOnce:
             return
         except StepFailed as failed:
             error, step = failed.error, self.first + failed.done
+        except Freed as freed:
+            raise freed.named(self.title) from None
         except RuntimeError as error:  # of all steps at once, by another operation than the user's
             if type(error) is RuntimeError and "is out of bounds for dimension" in str(error):
                 raise OutOfRange(*error.args) from error
@@ -177,6 +180,7 @@ class RunAtOnce:
                 "the gradient of a compiled loop is differentiated, which is done in parts, and the backward of a "
                 "custom Function in its body is not linear in the gradient that it gets; set compile=False"
             )
+        check_memory(tensors, "which the loop was given or closes over")
         wants = [i for i, want in enumerate(self.plan.wants) if want]
         with torch.enable_grad():
             inputs = list(tensors)

@@ -7,6 +7,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tensorloop._common.arguments import check_memory
 from tensorloop._torch.memory import in_memory
 from tensorloop.compiler.divide.all_steps import BatchedGraph
 from tensorloop.compiler.divide.partition import Partition, divide, outside, seen_by_discontinuous
@@ -65,6 +66,7 @@ class Program:
         summed = [leaf for n in step.sums for leaf in sums.leaves(n)]
         after.compute(self.order, [*step.outs, *summed])
         asked = needed_for(step.outputs, step.inputs)
+        self._reads = [n in asked for n in step.invariants]
         self.needed = [n for n in self.order if n in asked]
         self.early = set(before.found)
         self._after = after.finished([*(after.whole(n) for n in step.outs), *(sums.of(n) for n in step.sums)])
@@ -178,6 +180,11 @@ class Program:
         self._hold(found, self._promised, done)
         self._held += 1
         return Ran(last, done, list(found[:count]), list(found[count:]), going)
+
+    def check_inputs(self, invariants: Sequence[Tensor], sequences: Sequence[Tensor], carry: Sequence[Tensor]) -> None:
+        """Raises where what it reads has lost its memory since the look at its loop."""
+        read = (x for x, reads in zip(invariants, self._reads, strict=True) if reads)
+        check_memory((*carry, *sequences, *read), "which the loop was given or closes over")
 
     def _fed_with(self, steps: int, invariants: Sequence[Tensor], sequences: Sequence[Tensor]) -> list[Tensor]:
         """What the loop is given; where that fails, the first step of which it fails."""
