@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.notes import ELEMENTS, GONE, Notes
-from tensorloop.loop.effects.operands import EMPTY, UNKNOWN, operands
+from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
@@ -73,6 +73,8 @@ class Calls:
         """Judges one call; `names` are those of the last of `args`."""
         if id(f) in _harmless and self.notes is None:
             return None
+        if f is UNKNOWN or f is NEW:
+            return self.refuse(frame, "calls what cannot be seen in this Python")
         kind = type(f)
         if kind is types.MethodType:
             return self.called(frame, f.__func__, [f.__self__, *args], names)

@@ -20,7 +20,7 @@ from tensorloop.loop.effects import known
 from tensorloop.loop.effects.calls import Calls
 from tensorloop.loop.effects.instructions import Check, begins_at, checks_of
 from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, Notes, Paths
-from tensorloop.loop.effects.operands import EMPTY, UNKNOWN, cell, operands, said
+from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands, said
 
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _KEYWORDS = 8  # flag of codes that take **kwargs
@@ -105,8 +105,8 @@ class Judge(Calls):
         """Asks before one instruction."""
         if check.after_maker and id(frame) in self._makes:
             self._makes.discard(id(frame))
-            (x,) = operands(frame, 1)
-            self.made[id(x)] = x
+            if (x := operands(frame, 1)[0]) is not UNKNOWN:
+                self.made[id(x)] = x
         if check.method is not None:
             self._counts = check.counts
             getattr(self, check.method)(frame, check.argument)
@@ -316,7 +316,7 @@ class Judge(Calls):
         """Judges that something is iterated over: an iterator from outside is one further then."""
         kind = type(x)
         self.reads(frame, x)
-        if kind in (list, tuple, dict, str, range, set) or x is EMPTY or isinstance(x, Tensor):
+        if kind in (list, tuple, dict, str, range, set) or x is EMPTY or x is NEW or isinstance(x, Tensor):
             return
         if x is UNKNOWN:
             self.refuse(frame, "iterates over what may be an iterator from outside")

@@ -12,8 +12,8 @@ import dis
 import functools
 import sys
 from _ctypes import PyObj_FromPtr as _object_at  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
-from collections.abc import Callable
-from types import CellType, CodeType, FrameType
+from collections.abc import Callable, Sequence
+from types import CellType, CodeType, FrameType, FunctionType, MappingProxyType, MethodDescriptorType
 from typing import Any, Concatenate, ParamSpec, TypeVar
 
 _FRAME, _HEIGHT, _LOCALS, _WORD = 24, 64, 72, ctypes.sizeof(ctypes.c_void_p)
@@ -47,7 +47,10 @@ class _Nothing:
         return self.name
 
 
-EMPTY, UNKNOWN = _Nothing("NULL"), _Nothing("UNKNOWN")
+_Nothing.__module__ = "builtins"  # nobody's: no table of modules says that it is harmless
+# NULL; a value that nobody can see; one that nobody can see, and that was made just now.
+EMPTY, UNKNOWN, NEW = _Nothing("NULL"), _Nothing("UNKNOWN"), _Nothing("NEW")
+_MAKE = frozenset("range enumerate zip reversed sorted list tuple dict set items values keys split".split())
 
 
 R = TypeVar("R")
@@ -181,50 +184,63 @@ def _traced_back(frame: FrameType, n: int) -> list[Any]:
     return [_value(frame, steps, producer(steps, k, depth)) for depth in reversed(range(n))]
 
 
-def producer(steps: tuple[dis.Instruction, ...], k: int, depth: int) -> int | None:
-    """Which instruction pushed the value that is `depth` below the top before instruction k; None where it is unclear."""
+def producer(steps: Sequence[dis.Instruction], k: int, depth: int) -> tuple[int, int] | None:
+    """(which instruction pushed the value that is `depth` below the top before instruction k, which of its values).
+
+    None where that depends on the way there.
+    """
     while (k := k - 1) >= 0:
         i = steps[k]
         if steps[k + 1].is_jump_target or i.opname in _ENDS or i.opcode in dis.hasjrel:
             return None
         arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
-        if i.opname == "SWAP":
-            assert arg is not None
-            depth = arg - 1 if depth == 0 else 0 if depth == arg - 1 else depth
+        if i.opname in ("SWAP", "COPY"):
+            top = (arg or 1) - 1
+            depth = top if depth == 0 else depth - 1 if i.opname == "COPY" else 0 if depth == top else depth
             continue
-        if i.opname == "COPY":
-            assert arg is not None
-            depth = arg - 1 if depth == 0 else depth - 1
-            continue
-        effect = _effect(i, arg)
-        pushed = 0 if i.opname.startswith(_NO_PUSH) else 2 if i.opname in _TWO or _loads_two(i) else 1
+        two = i.opname in _TWO or ("NULL" in (i.argrepr or "") and i.opname in ("LOAD_GLOBAL", "LOAD_ATTR"))
+        pushed = 0 if i.opname.startswith(_NO_PUSH) else 2 if two else 1
         if depth < pushed:
-            return k if pushed == 1 else None
-        depth += effect * -1
+            return k, pushed - 1 - depth
+        depth -= _effect(i, arg)
     return None
 
 
-def _loads_two(i: dis.Instruction) -> bool:
-    """Whether an instruction pushes a callable and NULL, or a method and its object."""
-    named = i.opname in ("LOAD_GLOBAL", "LOAD_ATTR", "LOAD_SUPER_ATTR")
-    return named and "NULL" in (i.argrepr or "")
-
-
-def _value(frame: FrameType, steps: tuple[dis.Instruction, ...], k: int | None) -> Any:
-    if k is None:
+def _value(frame: FrameType, steps: Sequence[dis.Instruction], found: tuple[int, int] | None) -> Any:
+    if found is None:
         return UNKNOWN
+    k, part = found
     i = steps[k]
+    if i.opname == "PUSH_NULL":
+        return EMPTY
     if i.opname.startswith("LOAD_CONST"):
         return i.argval
     if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF")) or i.opname == "LOAD_NAME":
-        return frame.f_locals.get(i.argval, UNKNOWN)
+        name = i.argval[part] if isinstance(i.argval, tuple) else i.argval
+        return frame.f_locals.get(name, UNKNOWN)
     if i.opname == "LOAD_GLOBAL":
+        if "NULL" in (i.argrepr or "") and part == (sys.version_info >= (3, 13)):
+            return EMPTY
         return frame.f_globals.get(i.argval, frame.f_builtins.get(i.argval, UNKNOWN))
-    if i.opname == "LOAD_ATTR":
-        owner = _value(frame, steps, producer(steps, k, 0))
-        held = {} if owner is UNKNOWN else getattr(owner, "__dict__", {})
-        return held.get(i.argval, UNKNOWN) if type(held) is dict else UNKNOWN
-    return UNKNOWN
+    if i.opname in ("LOAD_ATTR", "LOAD_METHOD"):
+        two = i.opname == "LOAD_METHOD" or "NULL" in (i.argrepr or "")
+        return _attribute(_value(frame, steps, producer(steps, k, 0)), i.argval)[part if two else 2]
+    called = producer(steps, k, (i.arg or 0) + 1) or producer(steps, k, i.arg or 0) if i.opname == "CALL" else None
+    makes = i.opname.startswith("BUILD_") or (called is not None and steps[called[0]].argval in _MAKE)
+    return NEW if makes else UNKNOWN
+
+
+def _attribute(owner: Any, name: str) -> tuple[Any, Any, Any]:
+    """What LOAD_ATTR pushes for a call, (method, its object), and otherwise; nothing of the owner's own runs."""
+    held = {} if owner is UNKNOWN else getattr(owner, "__dict__", {})
+    if isinstance(held, (dict, MappingProxyType)) and name in held:
+        found = held[name]
+        lower, upper = (found, EMPTY) if sys.version_info >= (3, 13) else (EMPTY, found)
+        return lower, upper, found
+    of_type = next((base.__dict__[name] for base in type(owner).__mro__ if name in base.__dict__), None)
+    if owner is UNKNOWN or not isinstance(of_type, (FunctionType, MethodDescriptorType)):
+        return UNKNOWN, UNKNOWN, UNKNOWN
+    return of_type, owner, UNKNOWN
 
 
 def said(frame: FrameType, depth: int) -> str | None:
@@ -234,13 +250,13 @@ def said(frame: FrameType, depth: int) -> str | None:
     return None if k is None else _said(steps, producer(steps, k, depth))
 
 
-def _said(steps: tuple[dis.Instruction, ...], k: int | None) -> str | None:
-    if k is None:
+def _said(steps: Sequence[dis.Instruction], found: tuple[int, int] | None) -> str | None:
+    if found is None:
         return None
-    i = steps[k]
+    i = steps[found[0]]
     if i.opname.startswith(("LOAD_FAST", "LOAD_DEREF", "LOAD_GLOBAL", "LOAD_NAME")):
-        return str(i.argval)
-    owner = _said(steps, producer(steps, k, 0)) if i.opname == "LOAD_ATTR" else None
+        return str(i.argval[found[1]] if isinstance(i.argval, tuple) else i.argval)
+    owner = _said(steps, producer(steps, found[0], 0)) if i.opname == "LOAD_ATTR" else None
     return owner and f"{owner}.{i.argval}"
 
 
