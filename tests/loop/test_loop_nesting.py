@@ -361,7 +361,8 @@ def test_the_outer_loop_records_what_the_inner_body_calls_alone(monkeypatch: pyt
     of_torch = Captures.__torch_function__
 
     def counted(self: Captures, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        calls.append(func)
+        if not self.followed:  # else it comes back here at once, when nobody follows
+            calls.append(func)
         return of_torch(self, func, types, args, kwargs)
 
     monkeypatch.setattr(Captures, "__torch_function__", counted)
@@ -373,5 +374,4 @@ def test_the_outer_loop_records_what_the_inner_body_calls_alone(monkeypatch: pyt
         tl.scan(body, torch.ones(3), torch.ones(1, 3), checkpoints=1)
         return len(calls)
 
-    calls_of(2)  # the codes are known from here on
     assert calls_of(30) - calls_of(10) == 20

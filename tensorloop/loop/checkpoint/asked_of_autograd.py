@@ -4,6 +4,7 @@ A gradient by `torch.autograd.grad` must have no ways by earlier steps. A backwa
 step, and each replay would do so again. An argument is a leaf of a step, and may be none of the plain loop.
 """
 
+import sys
 import weakref
 from collections.abc import Sequence
 from typing import Any
@@ -17,9 +18,18 @@ from tensorloop.tensor_array.array import TensorArray
 
 _ATTRIBUTES = frozenset(getattr(Tensor, name).__get__ for name in ("is_leaf", "grad_fn"))
 ASKS = _ATTRIBUTES | {torch.autograd.grad, torch.autograd.backward, Tensor.backward}
+_BETWEEN = __name__, "tensorloop.loop.checkpoint.captures", "torch._tensor", "torch.overrides"
 _SUMS = "runs a backward pass that adds to gradients of what the step did not make"
 _NO_TENSOR: Any = weakref.ref(Dependence)  # stands for a leaf that nothing depends on
 CURE = "detach() the carry in the body, or give no checkpoints"
+
+
+def _asked_by_us() -> bool:
+    """Whether code of this library asks, as that of a loop in the body may, which runs as the body's."""
+    frame = sys._getframe(1)
+    while frame.f_back is not None and frame.f_globals.get("__name__") in _BETWEEN:
+        frame = frame.f_back
+    return frame.f_globals.get("__name__", "").startswith("tensorloop.")
 
 
 class AskedOfAutograd:
@@ -40,7 +50,7 @@ class AskedOfAutograd:
             return
         state, _, row = self.given
         if func in _ATTRIBUTES:
-            if args[0].requires_grad and any(args[0] is x for x in (*state, *row)):
+            if args[0].requires_grad and any(args[0] is x for x in (*state, *row)) and not _asked_by_us():
                 self._refuse(captures, "asks of an argument whether it is a leaf (is_leaf, grad_fn)")
             return
         takes, inputs = func is torch.autograd.grad, kwargs.get("inputs")

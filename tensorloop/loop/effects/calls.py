@@ -42,7 +42,7 @@ class Calls:
     changes: Any
     note_dict: Any
     makes: Any
-    made: dict[int, Any]  # what is known to be new
+    made: set[int]  # what is known to be new, by id
 
     def call(self, frame: _Frame, how: tuple[int, tuple[str, ...]]) -> None:
         n, names = how
@@ -233,7 +233,12 @@ class Calls:
             return self.attribute(frame, args[0], owner.__name__, args[1] if len(args) > 1 else GONE)
         if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
             return self._arguments(frame, name, args)
-        if self.notes is not None and name in known.WRITES and self.notes.writes(owner, ELEMENTS, 0):
+        if (
+            self.notes is not None
+            and name in known.WRITES
+            and not self.owns(owner)
+            and self.notes.writes(owner, ELEMENTS, 0)
+        ):
             return self._arguments(frame, name, args)
         if name in known.READS[object]:
             return self.reads(frame, owner)

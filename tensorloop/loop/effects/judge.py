@@ -50,7 +50,10 @@ class Judge(Calls):
         self.notes, self.paths = notes, paths
         self.seen: Effect | None = None
         self.raised: set[int] = set()  # by id: an exception holds frames, and those the step's tensors
-        self.made = dict[int, Any]()  # what is known to be new, held so that no id comes twice
+        # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing is held:
+        # loops inside look whether anything of a step lives on.
+        self.made = set[int]()
+        self._begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
         self._young: set[int] | None = None
@@ -64,14 +67,14 @@ class Judge(Calls):
 
     def end(self) -> None:
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
-        self.made, self._older_dicts, self._young, self._mark = {}, {}, None, None
+        self._begun, self._older_dicts, self._young, self._mark = {}, {}, None, None
         _COUNTED["n"] -= 1
         if not _COUNTED["n"] and _COUNTED["collects"]:
             gc.enable()
 
     def own(self, trees: Iterable[Any]) -> None:
         """The containers in these are the step's own: the loop made them."""
-        self.made.update((id(x), x) for tree in trees for x in pytree.nodes(tree))
+        self.made.update(id(x) for tree in trees for x in pytree.nodes(tree))
 
     def writers(self) -> bool:
         """Whether what only writes may run."""
@@ -89,16 +92,16 @@ class Judge(Calls):
             return {}
         if self.paths is not None and self.paths.knows(code):
             return {}
-        if code.co_flags & _GENERATORS and id(frame) not in self.made:
+        if code.co_flags & _GENERATORS and id(frame) not in self._begun:
             if frame.f_lasti > begins_at(code):
                 self.refuse(frame.f_back or frame, f"takes the next of {code.co_name}, a generator begun before")
-            self.made[id(frame)] = frame
+            self._begun[id(frame)] = frame
         if code.co_flags & _KEYWORDS:
             names = frame.f_locals
             place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
             found = names.get(code.co_varnames[place])
             if type(found) is dict:
-                self.made[id(found)] = found
+                self.made.add(id(found))
         return checks_of(code, self.notes is not None)
 
     def before(self, frame: types.FrameType, check: Check) -> None:
@@ -106,7 +109,7 @@ class Judge(Calls):
         if check.after_maker and id(frame) in self._makes:
             self._makes.discard(id(frame))
             if (x := operands(frame, 1)[0]) is not UNKNOWN:
-                self.made[id(x)] = x
+                self.made.add(id(x))
         if check.method is not None:
             self._counts = check.counts
             getattr(self, check.method)(frame, check.argument)

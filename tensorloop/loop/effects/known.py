@@ -16,7 +16,7 @@ import types
 from typing import Any
 
 # Whose Python code is left to those who look at torch's operations, or is known to change nothing that lasts.
-LIBRARIES = frozenset("torch tensorloop numpy optree sympy numba llvmlite _pytest pytest".split())
+LIBRARIES = frozenset("torch tensorloop numpy optree sympy numba llvmlite _pytest pytest hypothesis".split())
 _NOT_TRUSTED = ("torch.optim", "torch.random", "torch.utils.data", "torch.utils.tensorboard")
 _STANDARD = frozenset(
     "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib importlib._bootstrap "
@@ -40,6 +40,7 @@ _READS = {
     dict: "copy get items keys values",
     set: "copy union intersection difference symmetric_difference isdisjoint issubset issuperset",
     collections.deque: "copy count index",
+    _random.Random: "getstate",  # which torch.compile asks for
     bytearray: "decode hex find count index startswith endswith split strip lower upper copy",
     array.array: "tolist count index tobytes",
     object: "__getattribute__ __getitem__ __len__ __contains__ __eq__ __ne__ __hash__ __repr__ __str__ __format__ "

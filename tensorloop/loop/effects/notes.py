@@ -70,6 +70,14 @@ class Notes:
         return wrote
 
 
+class Undone(Notes):
+    """What a step writes that is no real one: all of it is undone, so that nothing depends on what it reads."""
+
+    def reads(self, owner: Any, name: Any) -> bool:
+        """As of all notes."""
+        return True
+
+
 class Asked(Notes):
     """What a condition writes that is asked in Python between compiled steps: right as long as the body reads none of it.
 
