@@ -260,10 +260,14 @@ def test_an_interrupted_search_leaves_nothing_behind(
     weight, calls = torch.zeros(4, requires_grad=True), []
     limit = [math.inf if backward else 5]  # in a list: a number that changes before backward would be refused
 
-    def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
+    @tl.loop.pure
+    def count() -> None:
         calls.append(1)
         if len(calls) >= limit[0]:
             raise KeyboardInterrupt
+
+    def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
+        count()
         h, past = carry
         past.append(torch.sin(h))
         h = torch.sin(h + past[:].sum(0))
@@ -317,9 +321,12 @@ def test_an_error_that_only_a_replay_meets_has_the_name_too():
     weight, calls = torch.zeros(4, requires_grad=True), []
 
     def step(carry: Any, tokens: Tensor) -> tuple[Any, Tensor]:
-        calls.append(1)
         scores = torch.log_softmax(weight, 0).expand(*tokens.shape, 4)
-        return carry, scores.long() if len(calls) > 6 else scores
+        return carry, scores.long() if tl.loop.pure(count)() > 6 else scores
+
+    def count() -> int:
+        calls.append(1)
+        return len(calls)
 
     loss = search(step, max_steps=6, stop="never", checkpoints=2).scores.sum()
     assert len(calls) == 6

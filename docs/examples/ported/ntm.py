@@ -79,6 +79,7 @@ def before(ntm: NTM, xs: Tensor) -> Tensor:
 
 
 def by_hand(ntm: NTM, xs: Tensor) -> Tensor:
+    @tl.loop.pure  # what it sets it takes off again
     def step(carry: Any, x: Tensor) -> Any:
         ntm.memory.cells, state = carry
         out, state = ntm(x, state)

@@ -72,6 +72,7 @@ def by_hand(decoder: Decoder, memory: Tensor, frames: Tensor) -> Tensor:
     torch.manual_seed(1)
     decoder.initialize_decoder_states(memory)
 
+    @tl.loop.pure  # what it sets it takes off again
     def step(state: dict[str, Tensor], frame: Tensor) -> Any:
         vars(decoder).update(state)
         found = decoder.decode(frame)

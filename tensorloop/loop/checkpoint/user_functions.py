@@ -47,6 +47,7 @@ class Watched:
                 raise
         finally:
             self.captures.followed = False
+            judge.finish()
             judge.end()
             self.paths.next(self.notes.news)
             self.notes.next()

@@ -6,6 +6,7 @@ Functions in Python are followed into their frames, so nothing is asked of them 
 import functools
 import sys
 import types
+from contextvars import ContextVar
 from typing import Any
 
 import torch
@@ -38,6 +39,7 @@ class Calls:
     taken: Any
     number: Any
     attribute: Any
+    context: Any
     item: Any
     changes: Any
     note_dict: Any
@@ -242,8 +244,8 @@ class Calls:
             return self._arguments(frame, name, args)
         if name in known.READS[object]:
             return self.reads(frame, owner)
-        if kind.__name__ == "ContextVar" and name == "get":
-            return self.reads(frame, owner)
+        if isinstance(owner, ContextVar):
+            return self.context(frame, owner, name)
         if any(isinstance(owner, base) and name in names for base, names in known.READS.items()):
             self.reads(frame, owner)
             if name in known.MAKERS:

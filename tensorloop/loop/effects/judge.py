@@ -10,6 +10,7 @@ import collections
 import gc
 import types
 from collections.abc import Iterable
+from contextvars import ContextVar
 from typing import Any
 
 from torch import Tensor
@@ -55,6 +56,7 @@ class Judge(Calls):
         self.made = set[int]()
         self._begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
+        self._contexts = dict[int, tuple[ContextVar[Any], Any, Effect]]()  # those that were set, and what they were
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
         self._young: set[int] | None = None
         self._counts = False  # whether the instruction at hand stores what was counted on from there
@@ -260,6 +262,20 @@ class Judge(Calls):
             return
         if not self.owns(x) and not (id(x) in self.made and not isinstance(x, known.OWNERS)):
             self.stores(frame, x, ELEMENTS, 0, GONE, f"{how} a {kind.__name__} from outside")
+
+    def context(self, frame: types.FrameType, variable: ContextVar[Any], name: str) -> None:
+        """Judges a call of a ContextVar, which may be set if it is reset in the same step."""
+        if name == "set" and id(variable) not in self._contexts:
+            place = known.users(frame)
+            effect = Effect("sets a ContextVar and does not reset it", (place.f_code.co_filename, place.f_lineno))
+            self._contexts[id(variable)] = variable, variable.get(GONE), effect
+
+    def finish(self) -> None:
+        """The step is over: what had to be as before is so, or is made so and counts as an effect."""
+        for variable, was, effect in self._contexts.values():
+            if variable.get(GONE) is not was:
+                variable.set(was)
+                self.seen = self.seen or effect
 
     def in_place(self, frame: types.FrameType, name: str) -> None:
         left = operands(frame, 2)[0]

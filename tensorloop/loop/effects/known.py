@@ -25,6 +25,7 @@ _STANDARD = frozenset(
 )
 # What only writes or waits, so that loops with checkpoints may do it: no step reads what they note.
 _WRITERS = frozenset({"logging", "tqdm", "warnings", "threading", "concurrent"})
+_COMPILED = ("__compiled_fn", "__resume_at")  # names that code of torch.compile's refers to
 _IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), tuple, frozenset, range, slice)
@@ -62,6 +63,7 @@ _PURE_OF = {
     "sys": "exception _getframemodulename getrefcount getsizeof _getframe intern getrecursionlimit exc_info gettrace",
     "_thread": "get_ident",
     "_bisect": "bisect bisect_left bisect_right",
+    "_pickle": "dumps loads",
 }
 _PURE_OF = {module: frozenset(names.split()) for module, names in _PURE_OF.items()}
 # Functions that change their first argument.
@@ -116,7 +118,10 @@ def is_of_library(frame: types.FrameType, writers: bool) -> bool:
         if writers and module_of(at).partition(".")[0] in _WRITERS:
             return True
         at = at.f_back
-    return at is not None and at is not frame and module_of(at).partition(".")[0] in LIBRARIES
+    if at is None or at is frame:
+        return False
+    # What torch.compile makes of a function has that function's globals.
+    return module_of(at).partition(".")[0] in LIBRARIES or any(x.startswith(_COMPILED) for x in at.f_code.co_names)
 
 
 _imported: Any = getattr(importlib._bootstrap, "_module_locks", True)  # not empty while something is imported

@@ -32,6 +32,7 @@ def judged(calls: CallWatch, asked: Asked | None) -> Iterator[None]:
             except BaseException:
                 if judge.seen is None:
                     raise
+        judge.finish()
         if signals:
             raise signals[0]
         if (effect := judge.seen) is not None:
