@@ -361,7 +361,7 @@ def test_the_outer_loop_records_what_the_inner_body_calls_alone(monkeypatch: pyt
     of_torch = Captures.__torch_function__
 
     def counted(self: Captures, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if not self.followed:  # else it comes back here at once, when nobody follows
+        if self.judge is None:  # else it comes back here at once, when nobody follows
             calls.append(func)
         return of_torch(self, func, types, args, kwargs)
 

@@ -42,7 +42,7 @@ def loop(h: Tensor, values: Tensor, lens: list[int], limits: Tensor, sizes: list
         x, n = carry
         assert isinstance(given["memory"], tl.PackedTensor)
         sizes.append(len(given["memory"].lens))
-        assert len(x) == sizes[-1]
+        assert len(x) == len(given["memory"].lens)
         return torch.sin(x @ TURN) + attended(x, given["memory"].sin()), n + 1
 
     zero = torch.zeros(len(h), dtype=torch.int64)

@@ -39,6 +39,7 @@ from tensorloop.loop.checkpoint.references import find_held, own_references
 from tensorloop.loop.checkpoint.step_use import StepUse
 from tensorloop.loop.checkpoint.writes import AUTOGRAD, UNSEEN, WRITING, Writes, may_write
 from tensorloop.loop.effects.follow import rest, rests, resume
+from tensorloop.loop.effects.judge import Judge
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.internals import store_of
@@ -78,7 +79,7 @@ class Captures(TorchFunctionMode):
         self.autograd = AskedOfAutograd()
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
-        self.followed = False  # whether somebody follows the body's Python, who rests while torch runs
+        self.judge: Judge | None = None  # who follows the body's Python, and rests while torch runs
         self.step = 0
         self.use = StepUse({})  # of this step; from its end on, of the next
         self.loops = False  # whether loops in the body were nodes of its graph
@@ -92,13 +93,13 @@ class Captures(TorchFunctionMode):
     # -- while the body runs
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if self.followed and rests(func):
-            self.followed = False
+        if (judge := self.judge) is not None and not judge.resting and rests(func):
+            self.judge = None
             rest()
             try:
                 return self.__torch_function__(func, types, args, kwargs)
             finally:
-                self.followed = True
+                self.judge = judge
                 resume()
         if here.in_library:
             return func(*args, **(kwargs or _NONE))

@@ -38,7 +38,7 @@ class Watched:
     def _followed(self, args: tuple[Any, ...]) -> Any:
         """Runs the body, and refuses what its Python does that a replay would do again, or find changed."""
         judge, out = Judge(self.notes, self.paths, args), None
-        self.captures.followed = True
+        self.captures.judge = judge
         try:
             with following(judge):
                 out = self.body(*args)
@@ -46,7 +46,7 @@ class Watched:
             if judge.seen is None:
                 raise
         finally:
-            self.captures.followed = False
+            self.captures.judge = None
             judge.finish()
             judge.end()
             self.paths.next(self.notes.news)

@@ -92,12 +92,17 @@ def refuse_older(objects: Iterable[Any], what: str) -> None:
 
 def at_rest(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     """Calls a function in which nobody's code is followed."""
-    if not _here.judges:
+    judges = _here.judges
+    if not judges or judges[-1].resting:
         return function(*args, **kwargs)
     rest()
+    for judge in judges:
+        judge.resting = True
     try:
         return function(*args, **kwargs)
     finally:
+        for judge in judges:
+            judge.resting = False
         resume()
 
 

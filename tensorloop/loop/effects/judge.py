@@ -49,6 +49,7 @@ class Judge(Calls):
 
     def __init__(self, notes: Notes | None = None, paths: Paths | None = None, given: Iterable[Any] = ()) -> None:
         self.notes, self.paths = notes, paths
+        self.resting = False  # whether what runs is said to have no effects
         self.seen: Effect | None = None
         self.raised: set[int] = set()  # by id: an exception holds frames, and those the step's tensors
         # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing is held:
@@ -144,12 +145,11 @@ class Judge(Calls):
 
     def _find_young(self) -> set[int]:
         tracked, young = gc.get_objects(0), set[int]()
+        # Without the mark: somebody has run the collector since, so that what is young is what was made after that.
         for x in reversed(tracked):
             if x is self._mark:
                 break
             young.add(id(x))
-        else:  # somebody has run the collector: nothing is known to be new
-            young.clear()
         # At once: a tuple that is being built from a generator may have no second owner while it grows.
         tracked.clear()
         return young

@@ -132,7 +132,7 @@ class CallWatch(TorchFunctionMode):
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """Makes one call, below which nothing of the user's is followed: torch runs there."""
-        if self.judge is None or not rests(func):
+        if self.judge is None or self.judge.resting or not rests(func):
             return self._call(func, args, kwargs)
         rest()
         try:
