@@ -4,6 +4,7 @@ import dis
 from types import CodeType
 from typing import Any, NamedTuple
 
+from tensorloop.loop.effects.known import is_compiled
 from tensorloop.loop.effects.operands import by_code, handlers, steps_of
 
 _IN_PLACE = "add and floordiv lshift matmul mul mod or pow rshift sub truediv xor".split()
@@ -69,6 +70,8 @@ def _counts(steps: tuple[dis.Instruction, ...], k: int) -> int | None:
 
 def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | None, Any]:
     name = i.opname
+    if name == "DELETE_SUBSCR" and is_compiled(code):
+        return None, None  # of a list that it has made, maybe before the collector ran
     if name in _STORES:
         return _STORES[name], i.argval
     if name in _CALLS:

@@ -121,7 +121,12 @@ def is_of_library(frame: types.FrameType, writers: bool) -> bool:
     if at is None or at is frame:
         return False
     # What torch.compile makes of a function has that function's globals.
-    return module_of(at).partition(".")[0] in LIBRARIES or any(x.startswith(_COMPILED) for x in at.f_code.co_names)
+    return module_of(at).partition(".")[0] in LIBRARIES or is_compiled(at.f_code)
+
+
+def is_compiled(code: types.CodeType) -> bool:
+    """Whether torch.compile has made a code."""
+    return any(x.startswith(_COMPILED) for x in code.co_names)
 
 
 _imported: Any = getattr(importlib._bootstrap, "_module_locks", True)  # not empty while something is imported
