@@ -253,7 +253,8 @@ class Judge(Calls):
                 self.stores(frame, x, ("item", key) if _is_plain(key) else ELEMENTS, was, value, what)
                 self.stores(frame, x, SOME, was, value, what)
             return
-        self.changes(frame, x, "sets an item of")
+        if not (type(x) is list and type(key) is int and known.is_compiled(frame.f_code)):  # a list that it has made
+            self.changes(frame, x, "sets an item of")
 
     def changes(self, frame: types.FrameType, x: Any, how: str, method: str = "__setitem__") -> None:
         """Judges that an object's elements are others."""
