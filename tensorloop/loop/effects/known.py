@@ -25,7 +25,7 @@ _STANDARD = frozenset(
 )
 # What only writes or waits, so that loops with checkpoints may do it: no step reads what they note.
 _WRITERS = frozenset({"logging", "tqdm", "warnings", "threading", "concurrent"})
-_COMPILED = ("__compiled_fn", "__resume_at")  # names that code of torch.compile's refers to
+_COMPILED = ("__compiled_fn", "__resume_at", "torch_dynamo_resume")  # names in code of torch.compile's
 _IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), tuple, frozenset, range, slice)
@@ -126,7 +126,7 @@ def is_of_library(frame: types.FrameType, writers: bool) -> bool:
 
 def is_compiled(code: types.CodeType) -> bool:
     """Whether torch.compile has made a code."""
-    return any(x.startswith(_COMPILED) for x in code.co_names)
+    return any(x.startswith(_COMPILED) for x in (code.co_name, *code.co_names))
 
 
 _imported: Any = getattr(importlib._bootstrap, "_module_locks", True)  # not empty while something is imported
