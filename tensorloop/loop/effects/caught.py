@@ -50,11 +50,14 @@ def caught_at() -> UserLine | None:
 
 
 def _catches(frame: types.FrameType) -> bool:
-    for start, end, target, depth, _ in handlers(frame.f_code):
-        if start <= frame.f_lasti < end:
-            kind = kind_of_handler(frame.f_code, target)
-            if kind == "except" or (kind == "with" and _may_suppress(on_stack(frame, depth - 1))):
-                return True
+    at = frame.f_lasti  # what a handler raises again is the next one's, outside of it
+    while found := [
+        (target, depth) for a, b, target, depth, _ in handlers(frame.f_code) if a <= at < b and target > at
+    ]:
+        at, depth = found[0]
+        kind = kind_of_handler(frame.f_code, at)
+        if kind == "except" or (kind == "with" and _may_suppress(on_stack(frame, depth - 1))):
+            return True
     return False
 
 

@@ -21,7 +21,7 @@ from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.instructions import Check, begins_at, blocks_of, checks_of
 from tensorloop.loop.effects.judge import Effect, Judge
-from tensorloop.loop.effects.notes import Notes
+from tensorloop.loop.effects.notes import Undone
 from tensorloop.loop.effects.operands import by_code, steps_of
 
 R = TypeVar("R")
@@ -50,7 +50,7 @@ def following(judge: Judge) -> Iterator[None]:
 
 def without_effects(step: Callable[..., R], *given: Any) -> R:
     """Runs a step that is no real one, and makes everything what it was: what it keeps would be a fake."""
-    notes = Notes()
+    notes = Undone()
     judge = Judge(notes=notes, given=given)
     try:
         with following(judge):
