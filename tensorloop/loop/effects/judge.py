@@ -212,9 +212,9 @@ class Judge(Calls):
         setter = known.of_type(kind, "__setattr__")
         if type(found) is property or known.in_python(type(found), "__set__"):
             return  # its code is followed
-        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType:
-            if self.notes is None or name != "requires_grad":
-                return  # the log of operations sees it
+        of_tensor = isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType
+        if of_tensor and (self.notes is None or name != "requires_grad"):
+            return  # the log of operations sees it
         if type(setter) is types.FunctionType and not known.is_trusted(setter.__module__ or ""):
             return
         new = self.is_new(owner) and not known.is_proxy(kind)
@@ -414,7 +414,7 @@ def _class_with(kind: type, name: str) -> type | None:
 def _of_class(owner: Any, name: str) -> Any:
     """What stands in a slot, or else in the class."""
     base = _class_with(owner if isinstance(owner, type) else type(owner), name)
-    found = GONE if base is None else base.__dict__[name]
+    found: Any = GONE if base is None else base.__dict__[name]
     try:
         return found.__get__(owner) if type(found) in _SLOTS else found
     except AttributeError:
