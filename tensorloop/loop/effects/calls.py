@@ -223,7 +223,7 @@ class Calls:
         kind = type(owner)
         if name in ("__setattr__", "__delattr__"):
             return self.attribute(frame, owner, args[0], args[1] if len(args) > 1 else GONE)
-        if name == "requires_grad_" and self.notes is not None and isinstance(owner, Tensor):
+        if name == "requires_grad_" and isinstance(owner, Tensor):
             return self.attribute(frame, owner, "requires_grad", args[0] if args else True)
         if isinstance(owner, Tensor):
             return self._arguments(frame, "", args) if self.notes is not None else None
@@ -278,7 +278,7 @@ def _is_function(x: Any) -> bool:
 
 
 def _note_harmless(f: Any, name: str) -> None:
-    if name not in known.SEEDS and len(_harmless) < _MOST:
+    if name not in known.SEEDS and name != "requires_grad_" and len(_harmless) < _MOST:
         _harmless[id(f)] = f
 
 

@@ -212,8 +212,7 @@ class Judge(Calls):
         setter = known.of_type(kind, "__setattr__")
         if type(found) is property or known.in_python(type(found), "__set__"):
             return  # its code is followed
-        of_tensor = isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType
-        if of_tensor and (self.notes is None or name != "requires_grad"):
+        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType and name != "requires_grad":
             return  # the log of operations sees it
         if type(setter) is types.FunctionType and not known.is_trusted(setter.__module__ or ""):
             return
@@ -324,6 +323,12 @@ class Judge(Calls):
                 )
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
+
+    def identity(self, frame: types.FrameType, _: Any) -> None:
+        """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
+        a, b = operands(frame, 2)
+        if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
+            self.refuse(frame, "asks whether two tensors that it was given are the same")
 
     def iterates(self, frame: types.FrameType, _: Any) -> None:
         self.taken(frame, operands(frame, 1)[0])
