@@ -40,6 +40,7 @@ class Calls:
     number: Any
     attribute: Any
     context: Any
+    attribute_read: Any
     item: Any
     changes: Any
     note_dict: Any
@@ -109,6 +110,11 @@ class Calls:
 
     def _in_python(self, frame: _Frame, f: Any, args: list[Any]) -> None:
         module, name = f.__module__ or "", f.__name__
+        if self.notes is not None and known.only_writes(module):
+            for x in args:
+                self._handed_on(frame, x)
+                if type(held := known.dict_of(x)) is dict and known.only_writes(type(x).__module__):
+                    self.notes.keep_all(held)
         if not known.is_trusted(module) or (args and _is_function(args[0])):
             return
         self._torchs_state(frame, f"{module}.{name}", name)
@@ -137,6 +143,8 @@ class Calls:
             module.startswith(("numpy", "_operator", "_heapq", "_bisect", "_collections"))
             and name in known.CHANGES_FIRST
         ):
+            if name in known.TAKING:
+                self.reads(frame, args[0])
             method = f"__{name}__" if module == "_operator" else "__setitem__"
             if name == "setitem" and len(args) == 3:
                 return self.item(frame, *args)
@@ -163,8 +171,8 @@ class Calls:
         elif name in ("getattr", "hasattr") and len(args) > 1:
             if args[1] == "__dict__":
                 self.note_dict(args[0])
-            if self.notes is not None:
-                self.reads(frame, args[0], args[1], f"the attribute {args[1]}")
+            if self.notes is not None and type(args[1]) is str:
+                self.attribute_read(frame, args[0], args[1])
         elif name == "next" and args:
             return self._next(frame, args[0])
         if name == "iter":
@@ -207,12 +215,20 @@ class Calls:
         """What a function in C is given: read, taken from where it is an iterator, called where it calls."""
         for x in args:
             self.taken(frame, x) if name else self.reads(frame, x)
-            if name in known.CALLING and callable(x) and not isinstance(x, (types.FunctionType, type)):
-                self.called(frame, x, [])  # C calls C, which no event tells
+            if name in known.CALLING:
+                self._handed_on(frame, x)
+
+    def _handed_on(self, frame: _Frame, x: Any) -> None:
+        if callable(x) and not isinstance(x, (types.FunctionType, type)):
+            self.called(frame, x, [])  # C calls C, which no event tells
 
     def _of(self, frame: _Frame, owner: Any, name: str, args: list[Any]) -> None:  # noqa: C901, PLR0911, PLR0912 - a table
         """A method in C."""
         kind = type(owner)
+        if name in ("__setattr__", "__delattr__"):
+            return self.attribute(frame, owner, args[0], args[1] if len(args) > 1 else GONE)
+        if name == "requires_grad_" and isinstance(owner, Tensor):
+            return self.attribute(frame, owner, "requires_grad", args[0] if args else True)
         if isinstance(owner, Tensor):
             return self._arguments(frame, "", args) if self.notes is not None else None
         if isinstance(owner, type):
@@ -221,8 +237,6 @@ class Calls:
             if name in known.MAKERS:
                 self.makes(frame)
             return self._arguments(frame, name, args)  # dict.fromkeys, int.from_bytes
-        if name in ("__setattr__", "__delattr__"):
-            return self.attribute(frame, owner, args[0], args[1] if len(args) > 1 else GONE)
         if name == "__getattribute__" and args and args[0] == "__dict__":
             return self.note_dict(owner)
         if name == "__setitem__" and len(args) == 2:
@@ -235,12 +249,8 @@ class Calls:
             return self.attribute(frame, args[0], owner.__name__, args[1] if len(args) > 1 else GONE)
         if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
             return self._arguments(frame, name, args)
-        if (
-            self.notes is not None
-            and name in known.WRITES
-            and not self.owns(owner)
-            and self.notes.writes(owner, ELEMENTS, 0)
-        ):
+        writes = self.notes is not None and name in known.WRITES
+        if writes and (self.is_new(owner) or self.notes.writes(owner, ELEMENTS, 0)):
             return self._arguments(frame, name, args)
         if name in known.READS[object]:
             return self.reads(frame, owner)
@@ -272,7 +282,7 @@ def _is_function(x: Any) -> bool:
 
 
 def _note_harmless(f: Any, name: str) -> None:
-    if name not in known.SEEDS and len(_harmless) < _MOST:
+    if name not in known.SEEDS and name != "requires_grad_" and len(_harmless) < _MOST:
         _harmless[id(f)] = f
 
 

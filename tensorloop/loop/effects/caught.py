@@ -50,11 +50,12 @@ def caught_at() -> UserLine | None:
 
 
 def _catches(frame: types.FrameType) -> bool:
-    for start, end, target, depth, _ in handlers(frame.f_code):
-        if start <= frame.f_lasti < end:
-            kind = kind_of_handler(frame.f_code, target)
-            if kind == "except" or (kind == "with" and _may_suppress(on_stack(frame, depth - 1))):
-                return True
+    at = frame.f_lasti  # what a handler raises again is the next one's, outside of it
+    while found := next((x for x in handlers(frame.f_code) if x[0] <= at < x[1] and x[2] > at), None):
+        _, _, at, depth, _ = found
+        kind = kind_of_handler(frame.f_code, at)
+        if kind == "except" or (kind == "with" and _may_suppress(on_stack(frame, depth - 1))):
+            return True
     return False
 
 

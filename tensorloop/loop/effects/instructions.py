@@ -87,6 +87,8 @@ def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | No
         return "in_place", f"__i{_IN_PLACE[(i.arg or 0) - 13]}__"
     if name in _ITERATES:
         return "iterates", None
+    if name == "IS_OP":
+        return "identity", None
     if name == "CONTAINS_OP":
         return "contains", None
     if name in ("LOAD_ATTR", "LOAD_METHOD"):

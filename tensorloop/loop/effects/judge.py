@@ -13,7 +13,7 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from tensorloop._common import pytree
 from tensorloop._common.user_line import UserLine
@@ -26,6 +26,7 @@ from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _KEYWORDS = 8  # flag of codes that take **kwargs
 _STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
+_SLOTS = types.MemberDescriptorType, types.GetSetDescriptorType
 _COUNTED = {"n": 0, "collects": True}  # judges in all threads: the collector rests while there are any
 
 
@@ -172,6 +173,7 @@ class Judge(Calls):
             self.notes is not None
             and owner is not UNKNOWN
             and self.notes.writes(owner, name, was, anew=not self._counts)
+            and (type(owner) is not dict or self.notes.writes(owner, SOME, was))
         ):
             return
         self.refuse(frame, what, was is None or was is GONE)
@@ -215,23 +217,23 @@ class Judge(Calls):
         setter = known.of_type(kind, "__setattr__")
         if type(found) is property or known.in_python(type(found), "__set__"):
             return  # its code is followed
-        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType:
+        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType and name != "requires_grad":
             return  # the log of operations sees it
         if type(setter) is types.FunctionType and not known.is_trusted(setter.__module__ or ""):
             return
-        if self.is_new(owner) and not _is_proxy(kind):
+        new = self.is_new(owner) and not known.is_proxy(kind)
+        if new and (name != "__dict__" or self.is_new(value)):
             return
-        held = getattr(owner, "__dict__", None)
-        if id(held) in self.made:  # of an object whose attributes are in the carry
+        if id(known.dict_of(owner)) in self.made:  # of an object whose attributes are in the carry
             return
-        was = held.get(name, GONE) if isinstance(held, (dict, types.MappingProxyType)) else GONE
-        if was is GONE:
-            was = _slot_of(owner, found)
-        if was is GONE and name in (buffers := getattr(owner, "_buffers", None) or {}):
-            was = buffers[name]
         path = None if depth is None else said(frame, depth)
         what = f"{path}.{name}" if path else f"{name} of a {kind.__name__} from outside"
-        self.stores(frame, owner, name, was, value, f"sets {what}" if value is not GONE else f"deletes {what}")
+        what = f"deletes {what}" if value is GONE else f"sets {what}"
+        if name.startswith("__") and name.endswith("__"):  # which is read where no instruction says so
+            self.refuse(frame, what)
+        home, key = _home(owner, name)
+        was = home.get(key, GONE) if type(home) is dict else _contents(home) if key is CONTENTS else GONE
+        self.stores(frame, home, key, _of_class(owner, name) if was is GONE else was, value, what)
 
     def store_item(self, frame: types.FrameType, _: Any) -> None:
         value, container, key = operands(frame, 3)
@@ -249,15 +251,16 @@ class Judge(Calls):
             if frame.f_locals.get("__annotations__") is x and not frame.f_code.co_flags & 2:
                 return  # of a class that is made
             if not self.owns(x):
-                was, what = _item(x, key), f"sets {_key_said(key)} of a dict from outside"
-                self.stores(frame, x, ("item", key) if _is_plain(key) else ELEMENTS, was, value, what)
-                self.stores(frame, x, SOME, was, value, what)
+                what = f"sets {_key_said(key)} of a dict from outside"
+                self.stores(frame, x, key if _is_plain(key) else ELEMENTS, _item(x, key), value, what)
             return
         if not (type(x) is list and type(key) is int and known.is_compiled(frame.f_code)):  # a list that it has made
             self.changes(frame, x, "sets an item of")
 
     def changes(self, frame: types.FrameType, x: Any, how: str, method: str = "__setitem__") -> None:
         """Judges that an object's elements are others."""
+        while type(x) is memoryview:
+            x = x.obj
         kind = type(x)
         if isinstance(x, Tensor) or known.is_torchs(kind) or known.in_python(kind, method):
             return
@@ -292,9 +295,9 @@ class Judge(Calls):
 
     def reads(self, frame: types.FrameType, x: Any, name: Any = SOME, what: str = "") -> None:
         """Judges that a value is read that a step may have written: by default, all elements of a container."""
-        if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, Tensor)):
+        if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, *(() if what else (Tensor,)))):
             return
-        of_elements = name is SOME or isinstance(name, tuple)
+        of_elements = not what or type(x) is dict
         if not (self.notes.reads(x, name) and (not of_elements or self.notes.reads(x, ELEMENTS))):
             said_so = what or f"a {type(x).__name__}"
             self.refuse(frame, f"reads {said_so} to which an earlier step has written")
@@ -308,7 +311,23 @@ class Judge(Calls):
 
     def read_attr(self, frame: types.FrameType, name: str) -> None:
         if self.notes is not None:
-            self.reads(frame, operands(frame, 1)[0], name, f"the attribute {name}")
+            self.attribute_read(frame, operands(frame, 1)[0], name)
+
+    def attribute_read(self, frame: types.FrameType, owner: Any, name: str) -> None:
+        """Judges that an attribute is read, which may be the object's or its class's."""
+        assert self.notes is not None
+        kind, held = type(owner), known.dict_of(owner)
+        if isinstance(owner, Tensor) and name not in held and name != "requires_grad":
+            return
+        what = f"the attribute {name}"
+        if type(held) is dict and name in held and known.only_writes(kind.__module__):
+            if not _same(self.notes.keep_all(held).get(name), held[name]):
+                self.refuse(frame, f"reads {what} of a {kind.__name__}, which an earlier step has changed")
+            return
+        self.reads(frame, *_home(owner, name), what)
+        base = _class_with(owner if isinstance(owner, type) else kind, name)
+        if base is not None and base is not owner:
+            self.reads(frame, base, name, what)
 
     def operands(self, frame: types.FrameType, n: int) -> None:
         if self.notes is not None:
@@ -322,8 +341,14 @@ class Judge(Calls):
                 self.stores(
                     frame, container, SOME, GONE, 0, "makes an item of a defaultdict from outside by reading it"
                 )
-        elif not counted:
-            self.reads(frame, container, ("item", key) if _is_plain(key) else SOME)
+        if not counted:
+            self.reads(frame, container, key if _is_plain(key) else SOME)
+
+    def identity(self, frame: types.FrameType, _: Any) -> None:
+        """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
+        a, b = operands(frame, 2)
+        if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
+            self.refuse(frame, "asks whether two tensors that it was given are the same")
 
     def iterates(self, frame: types.FrameType, _: Any) -> None:
         self.taken(frame, operands(frame, 1)[0])
@@ -348,10 +373,9 @@ class Judge(Calls):
 
     def note_dict(self, owner: Any) -> None:
         """Before `owner.__dict__`: it is as old as its owner."""
-        if not self.is_new(owner):
-            found = getattr(owner, "__dict__", None)
-            if type(found) is dict and id(found) not in self.made:
-                self._older_dicts[id(found)] = found
+        found = known.dict_of(owner)
+        if type(found) is dict and id(found) not in self.made:
+            (self.made if self.is_new(owner) else self._older_dicts)[id(found)] = found
 
     # -- types
 
@@ -395,14 +419,29 @@ def _is_made_above(frame: types.FrameType, name: str) -> bool:
     return False
 
 
-def _is_proxy(kind: type) -> bool:
-    return kind.__name__ in ("ProxyType", "CallableProxyType", "weakproxy", "weakcallableproxy")
+def _home(owner: Any, name: str) -> tuple[Any, Any]:
+    """Where an attribute lies, whichever way one comes to it: (the object or its dict, what of it)."""
+    if type(owner) is types.CellType:
+        return owner, CONTENTS
+    held = known.dict_of(owner)
+    if type(held) is not dict or (name not in held and type(known.of_type(type(owner), name)) in _SLOTS):
+        return owner, name
+    if name not in held and isinstance(owner, nn.Module):
+        places = (held.get(key, {}) for key in ("_parameters", "_buffers", "_modules"))
+        return next((place for place in places if name in place), held), name
+    return held, name
 
 
-def _slot_of(owner: Any, found: Any) -> Any:
+def _class_with(kind: type, name: str) -> type | None:
+    return next((base for base in kind.__mro__ if name in base.__dict__), None)
+
+
+def _of_class(owner: Any, name: str) -> Any:
     """What stands in a slot, or else in the class."""
+    base = _class_with(owner if isinstance(owner, type) else type(owner), name)
+    found: Any = GONE if base is None else base.__dict__[name]
     try:
-        return found.__get__(owner) if type(found) is types.MemberDescriptorType else GONE if found is None else found
+        return found.__get__(owner) if type(found) in _SLOTS else found
     except AttributeError:
         return GONE
 

@@ -12,6 +12,7 @@ import importlib
 import io
 import re
 import sys
+import threading
 import types
 from typing import Any
 
@@ -20,7 +21,7 @@ LIBRARIES = frozenset("torch tensorloop numpy optree sympy numba llvmlite _pytes
 _NOT_TRUSTED = ("torch.optim", "torch.random", "torch.utils.data", "torch.utils.tensorboard")
 _STANDARD = frozenset(
     "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib importlib._bootstrap "
-    "importlib._bootstrap_external linecache tokenize operator copyreg _weakrefset collections.abc traceback "
+    "importlib._bootstrap_external linecache tokenize operator copyreg collections.abc traceback "
     "re._compiler re._parser reprlib".split()
 )
 # What only writes or waits, so that loops with checkpoints may do it: no step reads what they note.
@@ -65,6 +66,7 @@ _PURE_OF = {
     "_bisect": "bisect bisect_left bisect_right",
     "_pickle": "dumps loads",
 }
+_NOT_PURE = frozenset({"pack_into", "register", "register_error"})
 _PURE_OF = {module: frozenset(names.split()) for module, names in _PURE_OF.items()}
 # Functions that change their first argument.
 CHANGES_FIRST = frozenset(
@@ -72,6 +74,7 @@ CHANGES_FIRST = frozenset(
     "heappush heappop heapify heapreplace heappushpop _heapreplace_max _heappop_max _heapify_max "
     "insort insort_left insort_right _count_elements copyto put place putmask fill_diagonal put_along_axis".split()
 )
+TAKING = frozenset({"heappop", "heapreplace", "heappushpop"})  # those that return what was in it
 CHANGING_ARRAYS = frozenset(
     "fill sort put resize itemset partition setfield byteswap setflags __setitem__ __iadd__ __isub__ __imul__ "
     "__itruediv__ __setstate__".split()
@@ -79,7 +82,7 @@ CHANGING_ARRAYS = frozenset(
 # Functions in C that call what they are given.
 CALLING = frozenset(
     "map filter reduce sorted min max accumulate starmap groupby takewhile dropwhile filterfalse iter "
-    "defaultdict sort".split()
+    "defaultdict sort Thread Timer".split()
 )
 # Calls whose result is new, though the collector does not see it.
 MAKERS = frozenset("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype iter".split())
@@ -109,6 +112,11 @@ def is_trusted(name: str, writers: bool = False) -> bool:
     if name in _STANDARD or (writers and root in _WRITERS):
         return True
     return root in LIBRARIES and not name.startswith(_NOT_TRUSTED)
+
+
+def only_writes(name: str) -> bool:
+    """Whether the code of a module is trusted only where it may write."""
+    return is_trusted(name, True) and not is_trusted(name)
 
 
 def is_of_library(frame: types.FrameType, writers: bool) -> bool:
@@ -159,7 +167,8 @@ def _is_standard(name: str) -> bool:
 
 def is_pure(module: str, name: str) -> bool:
     """Whether a function in C changes nothing but by what it is given."""
-    return module in _PURE_MODULES or name in _PURE_OF.get(module, ()) or name == "_jit_internal"
+    pure = module in _PURE_MODULES and name not in _NOT_PURE
+    return pure or name in _PURE_OF.get(module, ()) or name == "_jit_internal"
 
 
 def is_torchs(kind: Any) -> bool:
@@ -171,6 +180,19 @@ def is_torchs(kind: Any) -> bool:
 def of_type(kind: type, name: str) -> Any:
     """An attribute of a type, as it stands in its class."""
     return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
+
+
+def dict_of(x: Any) -> Any:
+    """The `__dict__` of an object that has one: no code of its class runs."""
+    kind = type(x)
+    if is_proxy(kind) or issubclass(kind, threading.local):
+        return getattr(x, "__dict__", None)
+    return object.__getattribute__(x, "__dict__") if kind.__dictoffset__ else None
+
+
+def is_proxy(kind: type) -> bool:
+    """Whether an object stands for another one."""
+    return kind.__name__ in ("ProxyType", "CallableProxyType", "weakproxy", "weakcallableproxy")
 
 
 @functools.lru_cache(4096)

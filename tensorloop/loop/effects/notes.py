@@ -32,6 +32,7 @@ class Notes:
         self._written: dict[Any, tuple[Any, int, bool]] = {}  # (object, which keeps the id; step; whether it appeared)
         self._before: dict[Any, tuple[Any, Any, Any]] = {}  # (object, what of it, what that was)
         self._read: set[Any] = set()  # before it was written in that step
+        self._kept: dict[int, tuple[Any, dict[Any, Any]]] = {}  # attributes of what code that is not followed changes
 
     def next(self) -> None:
         """The step is over."""
@@ -56,13 +57,20 @@ class Notes:
         """Notes a read; whether it is right."""
         key = id(owner), name
         written = self._written.get(key)
-        if written is None or written[2]:
-            self._read.add(key)
+        if written is not None and written[1] == self.step:
             return True
-        return written[1] == self.step
+        self._read.add(key)
+        return written is None or written[2]
+
+    def keep_all(self, held: dict[Any, Any]) -> dict[Any, Any]:
+        """What an object's attributes were when this was first asked."""
+        self.news |= id(held) not in self._kept
+        return self._kept.setdefault(id(held), (held, dict(held)))[1]
 
     def undo(self) -> bool:
         """Makes everything what it was before the first step; whether there was anything to undo."""
+        for held, was in self._kept.values():
+            held.update(was)
         for owner, name, was in reversed(self._before.values()):
             _put_back(owner, name, was)
         wrote = bool(self._before)
@@ -71,7 +79,12 @@ class Notes:
 
 
 class Undone(Notes):
-    """What a step writes that is no real one: all of it is undone, so that nothing depends on what it reads."""
+    """Of one step that is undone: it may write whatever can be put back."""
+
+    def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
+        """As of all notes."""
+        super().writes(owner, name, was, anew)
+        return name is not ELEMENTS or _copied(owner) is not None
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
@@ -129,14 +142,13 @@ def _put_back(owner: Any, name: Any, was: Any) -> None:
         else:
             owner.cell_contents = was
     elif name is not SOME:
-        of_dict = isinstance(name, tuple) or type(owner) is dict
-        key = name[1] if isinstance(name, tuple) else name
+        of_dict = type(owner) is dict
         if was is not GONE:
-            dict.__setitem__(owner, key, was) if of_dict else setattr(owner, key, was)
+            owner.__setitem__(name, was) if of_dict else setattr(owner, name, was)
         elif of_dict:
-            dict.pop(owner, key, None)
-        elif hasattr(owner, key):
-            delattr(owner, key)
+            owner.pop(name, None)
+        elif hasattr(owner, name):
+            delattr(owner, name)
 
 
 class Paths:
