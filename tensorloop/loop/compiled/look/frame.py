@@ -215,7 +215,7 @@ class Frame:
         loop, numbered = self.loop, is_numbered(self.loop)
         if numbered:
             assert isinstance(watch, OperationLog)
-            watch.parts = PickedParts(watch.number_of)
+            watch.parts = PickedParts(watch)
             state = self._with_counters(state, numbers[-1], watch)
         if loop.name == "fori_loop":
             assert loop.numbered is not None

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import check_memory
+from tensorloop._torch.transforms import forward_mode
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES
 from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
@@ -85,9 +86,12 @@ class OperationTraits:
             raise refusal(f"{self.name} by a mask {_SHAPES}", CURES[_SHAPES])
 
     def says_nothing(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
-        """Whether no value comes of it: it is for a profiler, or has a shape alone, as a tangent of zeros may."""
+        """Whether no value comes of it: it is for a profiler, or has a shape alone, as a tangent of zeros may.
+
+        Outside of forward mode such a shape is of zeros that the body closes over, and their gradients would be lost.
+        """
         at = args[0].device if args and isinstance(args[0], Tensor) else None
-        return self.reason == MARKS or (kwargs or {}).get("device", at) == _META
+        return self.reason == MARKS or ((kwargs or {}).get("device", at) == _META and forward_mode())
 
     def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that the operation writes to."""
