@@ -11,7 +11,7 @@ from tensorloop._common.arguments import check_memory
 from tensorloop._torch.transforms import forward_mode
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES
-from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
+from tensorloop.loop.compiled.look.calls import NUMBERS, PLAIN, refusal
 from tensorloop.loop.compiled.look.draws import may_draw_ahead
 
 _aten = torch.ops.aten
@@ -174,15 +174,22 @@ def check_device(x: Tensor, device: torch.device | None) -> None:
 
 
 def check_capture(x: Tensor, device: torch.device | None) -> None:
-    """Refuses what is elsewhere than its loop; raises where a tensor has no memory any more."""
+    """Refuses tensors that are not plain, or elsewhere than the loop; raises where one has no memory any more."""
+    if type(x) not in PLAIN or x.layout is not torch.strided:
+        said = f"the body uses a tensor of class {type(x).__name__}, {x.layout}"
+        raise refusal(said, "give plain tensors: what is in it, or its values()")
     check_memory([x], "which the body closes over")
     check_device(x, device)
 
 
-def offset_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Where in memory an operation of `STRIDED` begins."""
+def check_offset(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, own: set[int]) -> None:
+    """Refuses places counted from where the memory of an argument begins, `own`: a slice of xs lies within xs."""
     place = 4 if func is _aten.as_strided_scatter.default else 3
-    return args[place] if len(args) > place else kwargs.get("storage_offset")
+    offset = args[place] if len(args) > place else (kwargs or {}).get("storage_offset")
+    if offset is not None and storage_of(args[0]) in own:
+        raise refusal(
+            "as_strided() with an offset into memory from outside of the step", "index, or use unfold() or narrow()"
+        )
 
 
 def storage_of(x: Tensor) -> int:
