@@ -114,3 +114,13 @@ def test_explain_says_so():
     first, second = found.text.splitlines()[:2]
     assert first == 'scan: not compiled: its calls had too few steps to pay; compile="strict" compiles it as below'
     assert second == "scan: compiled"
+
+
+def test_a_variable_of_the_closure_that_is_still_empty(compiled: list[int]):
+    def body(h: Tensor, x: Tensor) -> Any:
+        return (h + x if h.dim() else later), None
+
+    tl.scan(body, torch.ones(2), torch.ones(3, 2), compile=True)
+    assert compiled == [3]
+    later = 1.0
+    assert later

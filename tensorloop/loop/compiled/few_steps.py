@@ -13,6 +13,7 @@ from torch import Tensor
 from torch.nn import Module
 
 from tensorloop.compiler.place import HOST
+from tensorloop.loop.checkpoint.named_values import contents
 from tensorloop.loop.compiled.look.frame import code_of
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.loop import Loop
@@ -78,5 +79,5 @@ def _of_function(function: Any) -> Iterator[Hashable]:
         function = function.func
     given.append(getattr(function, "__self__", None))
     cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
-    for x in (*given, *(cell.cell_contents for cell in cells)):
+    for x in (*given, *map(contents, cells)):
         yield x if type(x) in (int, bool, str) else id(x) if isinstance(x, Module) else code_of(x)
