@@ -284,3 +284,26 @@ def test_numbers_that_no_tensor_can_stand_for_are_said_once():
     assert one.category is UserWarning
     assert "scan: the Python number that the body gives elu() changes from call to call" in str(one.message)
     assert plans.made == 6
+
+
+def test_numbers_beside_the_number_of_the_step():
+    """A plan has them together: what is picked, written to or compared by i, and a counter in the carry."""
+    h, table = inputs(D, 3, 4)[0], torch.arange(12, dtype=D).view(3, 4)
+
+    def fori(k: float, compile: Any) -> Tensor:
+        def body(i: int, h: Tensor) -> Tensor:
+            z = h * k + table[i % 3]
+            z[i % 3] *= k
+            return torch.add(z, i * 0.5, alpha=2) if i < 2 else z.clamp(-k, k)
+
+        return tl.fori_loop(0, 4, body, h, compile=compile)
+
+    def counted(k: float, compile: Any) -> Tensor:
+        step = lambda c: ((c[0] * k + table[c[1] % 3]).sin() + k ** c[1], c[1] + 1)  # noqa: E731
+        return tl.while_loop(lambda c: c[1] < 4, step, (h, 0), compile=compile)[0]
+
+    for run, most in ((fori, 4), (counted, 2)):
+        plans.made = 0
+        for k in (0.3, 0.5, 0.7, 0.3):
+            check_equal([run(k, "strict")], [run(k, False)], 1e-12)
+        assert plans.made == most
