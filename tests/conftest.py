@@ -31,6 +31,7 @@ import torch
 import tensorloop as tl
 from tensorloop._common import arguments
 from tensorloop.compiler.targets.cpu import guarded
+from tensorloop.loop.compiled import few_steps
 from tests.device import built, excluded, pretended
 from tests.support import lane_cores
 
@@ -41,6 +42,7 @@ hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=Tr
 hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("tensorloop"), max_examples=40)
 hypothesis.settings.load_profile("tensorloop")
 torch.set_num_threads(1)
+few_steps.FIRST = 10**9  # loops of few steps are compiled, too: they are most of what is tested
 
 ALWAYS_COMPILED_TOO = {
     "checkpoint/test_conformance_hooks.py",

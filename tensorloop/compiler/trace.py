@@ -35,6 +35,14 @@ class Number:
 
 
 @dataclasses.dataclass(frozen=True)
+class Scalar:
+    """A Python number that is an input of the step: the operation is given a tensor of this dtype for it."""
+
+    number: int
+    dtype: torch.dtype
+
+
+@dataclasses.dataclass(frozen=True)
 class Operation:
     """One operation of a step. `results` are the numbers of its tensors, in order.
 
@@ -137,16 +145,21 @@ def _read(found: "dict[int, Tensor] | _Cut", x: Any) -> Any:
         return found[x.number]
     if isinstance(x, Number):
         return found[x.number] * x.scale + x.shift
+    if isinstance(x, Scalar):
+        return found[x.number].to(x.dtype)
     if isinstance(x, torch.device):
         return HOST
     return [_read(found, y) for y in x] if isinstance(x, list) else x
 
 
 def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
-    """An operation again; where it takes the number of the step, as a tensor of one."""
+    """An operation again; where it takes the number of the step, or an input for a number, as a tensor of one."""
     numbers = [k for k, x in enumerate(o.args) if isinstance(x, Number)]
-    if not numbers:
+    factors = [name for name, x in (o.kwargs or {}).items() if isinstance(x, Scalar)]
+    if not factors and not any(isinstance(x, (Number, Scalar)) for x in o.args):
         return o.function(*args, **kwargs)
+    for name in factors:  # alpha or value, by which the second argument is multiplied
+        args[1] = args[1] * kwargs.pop(name)
     if o.function is aten.select.int:
         return aten.index_select.default(*args[:2], _slots(*args)).squeeze(args[1])
     if o.function is aten.slice.Tensor:
@@ -158,7 +171,7 @@ def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
         return o.function(x, dim, _slots(x, dim, start, part.shape[dim] * step, step), part)
     if o.function is aten.scalar_tensor.default:
         return args[0].to(kwargs.get("dtype") or torch.get_default_dtype())
-    others = [x for k, x in enumerate(args) if k not in numbers and isinstance(x, Tensor)]
+    others = [x for was, x in zip(o.args, args, strict=True) if isinstance(was, Ref)]
     others = [x for x in others if x.dtype is not torch.bool] or others  # but masks
     for k in numbers if others else ():  # a number has less of a say in what dtype comes out than a tensor of one
         kind = torch.result_type(others[0], 1.0 if args[k].is_floating_point() else 1)

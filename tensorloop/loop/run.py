@@ -31,6 +31,8 @@ def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compil
         else:
             around.check_inner(plan)
             done = node.run(loop, plan, length, bar)
+        if compile is True:
+            front.note_eager(loop, done[0].taken)
         if found is not None:  # an error of the look, which the eager loop did not meet
             front.tell(loop.title, compile, found)
         return done

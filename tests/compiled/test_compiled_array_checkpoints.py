@@ -277,6 +277,7 @@ def test_no_more_is_held_than_by_the_eager_loop(loop: Any, blocks: None, monkeyp
     assert most <= eager_most + (20 if loop is reading else 60) * element
 
 
+@pytest.mark.filterwarnings("ignore:.*changes from call to call")  # it does
 def test_bytes_are_linear_in_steps_and_slots(blocks: None):
     def most(steps: int, slots: int) -> int:
         d = Inputs(steps=steps, slots=slots)

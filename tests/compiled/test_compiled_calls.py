@@ -64,11 +64,11 @@ def test_other_constants_shapes_and_branches_are_other_plans():
 
 def test_the_least_used_plan_goes_first(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tensorloop.loop.compiled.run.plan.MOST_PLANS", 2)
-    U, xs = rotation(D), leaf(D, 5, 2, 4)
-    for scale in (1.0, 2.0, 1.0, 3.0, 1.0):
-        rnn(U, xs, scale=scale)
+    U = rotation(D)
+    for batch in (1, 2, 1, 3, 1):
+        rnn(U, leaf(D, 5, batch, 4), leaf(D, batch, 4))
     assert plans.made == 3
-    rnn(U, xs, scale=2.0)
+    rnn(U, leaf(D, 5, 2, 4), leaf(D, 2, 4))
     assert plans.made == 4
 
 

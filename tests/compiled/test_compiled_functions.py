@@ -380,9 +380,12 @@ REFUSED: dict[str, tuple[Body, str]] = {
     "hooks": (wrong(lambda ctx, g: ctx.register_hook(print)), "uses ctx.register_hook"),
     "a value that is read": (wrong(lambda ctx, g: g * g.sum().item()), r"\.item\(\) reads a value in Python"),
     "random numbers": (wrong(lambda ctx, g: g * torch.rand_like(g)), "the backward of a custom Function draws"),
-    "state in forward": (wrong(lambda ctx, g: g, counts), "the body changes CALLS"),
-    "state in backward": (wrong(lambda ctx, g: (CALLS.append(1.0), g * 2)[1]), "the body changes CALLS"),
-    "state on the class": (lambda h, x: (torch.sin(Counted.apply(h)), h), "the body changes Counted.calls"),
+    "state in forward": (wrong(lambda ctx, g: g, counts), "the body sets an item of a list from outside"),
+    "state in backward": (
+        wrong(lambda ctx, g: (CALLS.append(1.0), g * 2)[1]),
+        r"the body calls append\(\) of a list from outside",
+    ),
+    "state on the class": (lambda h, x: (torch.sin(Counted.apply(h)), h), r"the body sets Counted\.calls"),
     "an input written to": (wrong(lambda ctx, g: g * 2, writes), "writes to its inputs"),
     "code that torch does not see": (wrong(lambda ctx, g: g * 2, hidden), "turns a tensor into an array"),
     "None for something else": (

@@ -86,7 +86,7 @@ def test_without_gradients_there_is_a_carry_and_no_more(counts: list[int]):
 @pytest.mark.parametrize("steps", [2, 3, 30])
 def test_ys_of_which_backward_keeps_some(steps: int, counts: list[int]):
     """And arrays, which lie elsewhere when they have grown."""
-    results = []
+    results, bound = [], torch.tensor(steps)
     for compile in (False, "strict"):
         torch.manual_seed(0)
         U, h = rotation(D), leaf(D, 3, N)
@@ -97,7 +97,7 @@ def test_ys_of_which_backward_keeps_some(steps: int, counts: list[int]):
             return (h, a, n + 1), (h.tanh(), n, h)
 
         init = h, TensorArray(), torch.tensor(0)
-        (last, a, n), ys = tl.scan(body, init, until=lambda c: c[2] >= steps, compile=compile)
+        (last, a, n), ys = tl.scan(body, init, until=lambda c: c[2] >= bound, compile=compile)
         values = last, a.stack(), n, *ys
         results.append([*values, *gradients(values, (U, h))])
     assert sum(counts) == steps

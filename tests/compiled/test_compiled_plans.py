@@ -74,9 +74,9 @@ def test_each_branch_of_python_is_a_plan():
     assert plans.made == 2
 
 
-def test_a_number_in_a_module_is_part_of_the_plan():
+def test_a_number_in_a_module_that_changes_is_given_to_the_plan():
     net = Net()
-    for scale in (0.5, 0.25, 0.5):
+    for scale in (0.5, 0.25, 0.5, 0.125):
         net.scale = scale
         agree(net)
     assert plans.made == 2

@@ -342,3 +342,10 @@ def test_attention_without_a_gradient() -> None:
         return tl.scan(body, torch.zeros_like(xs[0]), xs, compile=compile)[0]
 
     torch.testing.assert_close(run("strict"), run(False))
+
+
+def test_a_number_that_changes_is_given_to_one_plan_there() -> None:
+    made = plans.made
+    for tau in (1.0, 0.5, 0.25, 0.125):
+        check_both(lambda w, tau=tau: lambda h, x: (torch.sin(h @ w * tau + x), h - tau))
+    assert plans.made - made == 2

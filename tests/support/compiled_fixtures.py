@@ -11,6 +11,7 @@ from tensorloop.compiler.step import Step
 from tensorloop.compiler.targets.cpu import guarded
 from tensorloop.compiler.verify import Broken, verify
 from tensorloop.loop.compiled.look.autocast import without_autocast
+from tensorloop.loop.compiled.look.changing_numbers import families
 from tensorloop.loop.compiled.look.known_calls import known_calls
 from tensorloop.loop.compiled.run import blocks as in_blocks
 from tensorloop.loop.compiled.run import plan, program
@@ -53,8 +54,9 @@ def verified(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture
 def fresh_plans() -> Iterator[None]:
-    """No plan of another test."""
+    """No plan of another test, nor numbers that it changed."""
     plans.clear()
+    families.clear()
     plans.made = 0
     yield
     plans.clear()

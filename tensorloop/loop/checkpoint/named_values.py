@@ -78,7 +78,7 @@ class Walk:
             if owner is not None and (inherited := names_in(function.__code__).inherited):
                 self._todo += _of_bases(owner, inherited, function)
             return
-        found = [_contents(cell) for cell in function.__closure__ or ()]
+        found = [contents(cell) for cell in function.__closure__ or ()]
         found += getattr(owner, "__dict__", {}).values()
         # A user's function may be held by an object of ours, as a search's model holds it.
         held = [y for x in found if is_ours(type(x)) and not callable(x) for y in getattr(x, "__dict__", {}).values()]
@@ -175,7 +175,7 @@ def _outside(function: FunctionType) -> list[_Thing]:
     code, variables, things = function.__code__, function.__globals__, list[_Thing]()
     names = names_in(code)
     for name, cell in zip(code.co_freevars, function.__closure__ or (), strict=True):
-        read = partial(_contents, cell)
+        read = partial(contents, cell)
         things.append(("variable", (name,), read, read(), names.variables.get(name, _UNREAD)))
     for name, reads in names.globals.items():
         if name in variables:
@@ -200,7 +200,8 @@ def _itself(x: Any) -> Any:
     return x
 
 
-def _contents(cell: Any) -> Any:
+def contents(cell: Any) -> Any:
+    """What a variable of a closure holds."""
     try:
         return cell.cell_contents
     except ValueError:

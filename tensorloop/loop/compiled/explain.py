@@ -41,8 +41,11 @@ class Explanation:
 NO_STEP = Explanation("not compiled: there is no step to do", False)
 
 
-def explain_plan(name: str, plan: Plan, rows: str, place: Place | None = None) -> Explanation:
-    """The explanation of a compiled loop; `rows` says what becomes of those that stop, `place` where it is to run."""
+def explain_plan(name: str, plan: Plan, rows: str, place: Place | None = None, *, left: bool = False) -> Explanation:
+    """The explanation of a compiled loop; `rows` says what becomes of those that stop, `place` where it is to run.
+
+    `left` is one that has too few steps to pay.
+    """
 
     def placed(program: Program) -> Program:
         return program if place in (None, program.step.place) else program.at(place)
@@ -56,7 +59,11 @@ def explain_plan(name: str, plan: Plan, rows: str, place: Place | None = None) -
         lines += [f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys", _wrapped(kept)]
     else:
         lines.append("no backward: nothing wants a gradient")
-    return Explanation("\n".join(line for line in lines if line), True)
+    if left:
+        lines.insert(
+            0, f'{name}: not compiled: its calls had too few steps to pay; compile="strict" compiles it as below'
+        )
+    return Explanation("\n".join(line for line in lines if line), not left)
 
 
 def explain_refusal(name: str, refusal: Refused) -> Explanation:

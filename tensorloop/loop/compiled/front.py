@@ -23,6 +23,8 @@ from tensorloop.loop import advice
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.around import check_surroundings, nothing_to_do, without_inference
 from tensorloop.loop.compiled.explain import Explanation, explain_plan, explain_refusal
+from tensorloop.loop.compiled.few_steps import is_left, note
+from tensorloop.loop.compiled.few_steps import note_eager as note_eager
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.frame import AnswersInPython
 from tensorloop.loop.compiled.look.judged import Appeared, judged
@@ -111,12 +113,15 @@ def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop
     does not, `tell` is to be called with that.
     """
     check_compile(compile)
-    if nothing_to_do(loop):
+    if nothing_to_do(loop) or (compile is True and is_left(loop)):
         return None
     try:
         with without_inference():
             ready = _prepare(loop, checkpoints)
-            return None if ready is None else _run(loop, ready, checkpoints)
+            done = None if ready is None else _run(loop, ready, checkpoints)
+        if compile is True and ready is not None and done is not None:
+            note(loop, ready.plan, done[0].taken)
+        return done
     except Refused as refusal:
         _forget(loop)
         _refuse_unless_apart(loop, refusal)
@@ -144,7 +149,10 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
     try:
         with without_inference():
             ready = _prepare(loop, checkpoints, place)
-        return None if ready is None else explain_plan(loop.title, ready.plan, _describe_rows(ready.look), place)
+        if ready is None:
+            return None
+        left = place is None and is_left(loop)
+        return explain_plan(loop.title, ready.plan, _describe_rows(ready.look), place, left=left)
     except Refused as refusal:
         _refuse_unless_apart(loop, refusal)
         return explain_refusal(loop.title, refusal)
@@ -196,6 +204,7 @@ def _look_and_plan(loop: Loop, elsewhere: Place | None) -> Ready | None:
     if loop.until is not None:
         loop.asked = Asked()
     if answer.asked_by == "Python" or python_condition.is_known(loop):
+        loop.asked = Asked() if loop.asked is None else loop.asked
         condition = PythonCondition(loop)
         seen, plan = _look_at(condition.stepped, None, condition.begin, elsewhere)
     else:
@@ -264,6 +273,8 @@ def _look_at(
             raise plan.alone()
         _check_rows(seen, plan)
         remember(seen.frame.root, plan.clock)
+    if seen.record is not None and (said := seen.record.log.numbers.said):
+        warn(f"{loop.title}: {said}", UserWarning, user_place())
     return seen, plan
 
 

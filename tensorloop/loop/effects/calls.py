@@ -117,7 +117,7 @@ class Calls:
                     self.notes.keep_all(held)
         if not known.is_trusted(module) or (args and _is_function(args[0])):
             return
-        self._torchs_state(frame, f"{module}.{name}", name)
+        self._torchs_state(frame, f"{module}.{name}()", name)
         if name in known.OF_MODULES and args and isinstance(args[0], nn.Module) and not self.is_new(args[0]):
             same = name in ("train", "eval") and args[0].training is (name == "train" and all(args[1:]))
             if not same and not isinstance(args[0], (nn.ModuleList, nn.ModuleDict)):
@@ -126,8 +126,9 @@ class Calls:
             self._arguments(frame, "", args)
 
     def _torchs_state(self, frame: _Frame, said: str, name: str) -> None:
-        if name in known.TORCHS_STATE or (name in known.SEEDS and not self.writers()):
-            self.refuse(frame, f"calls {said}()")
+        seeds = name in known.SEEDS and not self.writers() and not known.restores(frame)
+        if name in known.TORCHS_STATE or seeds:
+            self.refuse(frame, f"calls {said}")
 
     def _of_module(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:  # noqa: C901, PLR0912
         module, name = getattr(f, "__module__", None) or "", f.__name__
@@ -136,7 +137,7 @@ class Calls:
         if module == "_io" and name == "open":
             return self.refuse(frame, "calls open()")
         if module.partition(".")[0] == "torch":
-            self._torchs_state(frame, name, name)
+            self._torchs_state(frame, f"{name}()", name)
             _note_harmless(f, name)
             return self._arguments(frame, "", args) if self.notes is not None else None
         if (
@@ -243,7 +244,7 @@ class Calls:
             return self.item(frame, owner, *args)
         if known.is_torchs(kind):
             if kind.__name__ == "Generator":
-                self._torchs_state(frame, f"{name}() of a torch.Generator, {name}", name)
+                self._torchs_state(frame, f"{name}() of a torch.Generator", name)
             return None
         if kind in (types.GetSetDescriptorType, types.MemberDescriptorType) and name != "__get__":
             return self.attribute(frame, args[0], owner.__name__, args[1] if len(args) > 1 else GONE)

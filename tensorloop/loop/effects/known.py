@@ -151,6 +151,15 @@ def imports(frame: types.FrameType | None) -> bool:
     return False
 
 
+def restores(frame: types.FrameType | None) -> bool:
+    """Whether torch sets the state of a generator that it puts back: `fork_rng` and `torch.utils.checkpoint` do."""
+    while frame is not None and module_of(frame).startswith("torch."):
+        if frame.f_code.co_name == "fork_rng" or module_of(frame) == "torch.utils.checkpoint":
+            return True
+        frame = frame.f_back
+    return False
+
+
 def users(frame: types.FrameType) -> types.FrameType:
     """The innermost frame that is neither a trusted library's nor the standard library's."""
     at: types.FrameType | None = frame

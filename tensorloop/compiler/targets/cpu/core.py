@@ -2,6 +2,7 @@
 
 import collections
 import ctypes
+import time
 from array import array
 from collections.abc import Callable, Container, Sequence
 from typing import NamedTuple
@@ -27,6 +28,8 @@ from tensorloop.compiler.verify import Broken
 LINE = 64
 STATUS = 5  # words: steps done, whether an index was wrong, which matrix failed, two for calls of torch
 CHECKED = 3  # calls of a core whose tensors are looked at
+PIECE = 50_000_000, 64  # operations of a thread before Python has its first turn; a step counts as so many at least
+SHORT = 0.01  # seconds: after a piece that took less, the next one is twice as long
 instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores, where tests put one here
 
 
@@ -76,6 +79,10 @@ class NativeCore:
         self._carry = [(one.shape, one.dtype, one.buffer.kind == "array") for one in step.carry]
         self._checked = 0  # calls
         self._growth, self.work = step.source.growth, text.work
+        source = step.source
+        self._reverse, self._answers = source.reverse, [n for n, x in enumerate(source.outs) if x is source.going]
+        # Never in pieces: operations of torch give Python its turn, and what has the length of arrays is of all steps.
+        self._whole = bool(text.calls or source.growth or (source.going is not None and not self._answers))
         roles = step.invariants, step.sequences, step.carry, step.outs, step.sums
         self._needed = NeededTensors(step.source, roles, "cpu")
         self.way = f"one native function, {_by_whom(text)}"
@@ -84,11 +91,14 @@ class NativeCore:
         self._idle: collections.deque[list] = collections.deque(maxlen=8)
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
-        """Runs at most so many steps: (the last carry, how many were done)."""
+        """Runs at most so many steps: (the last carry, how many were done).
+
+        Many steps are done in pieces, between which Python raises an interrupt (Ctrl-C).
+        """
         call = self._needed.as_numbers(call)
-        steps, last = call.steps, self._new(call.carry)
+        steps = call.steps
         if steps <= 0:
-            pairs = zip(last, call.carry, strict=True)
+            pairs = zip(self._new(call.carry), call.carry, strict=True)
             return [new if new is old else new.copy_(old.detach()) for new, old in pairs], 0
         self._check(call)
         text = self.text
@@ -97,9 +107,43 @@ class NativeCore:
         else:
             parts = apart = threads.parts(text.rows, steps * text.work)
         memory = self._take(apart, self._growing(steps, call.lengths))
-        done = self._run(call, last, self._laid(call.invariants), parts, memory, [])
+        laid, totals, carry, done = self._laid(call.invariants), self._totals(call.sums, parts), call.carry, 0
+        most = steps if self._whole else max(PIECE[0] * parts // max(text.work, PIECE[1]), 1)
+        while True:
+            piece = self._piece(call, done, min(most, steps - done))
+            begun = 0.0 if piece is call else time.perf_counter()
+            last = self._new(carry)
+            try:
+                ran = self._run(
+                    piece._replace(carry=carry, sums=totals), last, laid, parts, memory, [], packed=done > 0
+                )
+            except StepFailed as failed:
+                failed.done += done
+                raise
+            done += ran
+            if done == steps or ran < piece.steps or not all(piece.outs[n][-1 + self._reverse] for n in self._answers):
+                break
+            carry, most = last, most * 2 if time.perf_counter() - begun < SHORT else most
+        for x, total in zip(call.sums, totals, strict=True):
+            if total is not x:
+                x.add_(total.sum(0))
         self._idle.append(memory)
         return last, done
+
+    def _totals(self, sums: Sequence[Tensor], parts: int) -> list[Tensor]:
+        """Sums; those of which each part has its own, with these first."""
+        apart = self.text.apart if parts > 1 else ()
+        return [x.new_zeros((parts, *x.shape)) if n in apart else x for n, x in enumerate(sums)]
+
+    def _piece(self, call: CoreCall, done: int, count: int) -> CoreCall:
+        """The call for some of the steps, behind so many."""
+        if count == call.steps:
+            return call
+        left = call.steps - done
+        part = slice(left - count, left) if self._reverse else slice(done, done + count)
+        return call._replace(
+            steps=count, sequences=[x[part] for x in call.sequences], outs=[x[part] for x in call.outs]
+        )
 
     def stepping(self, invariants: Sequence[Tensor]) -> Callable[[CoreCall], tuple[list[Tensor], int]]:
         """Returns a core for many calls of few steps, from one thread: invariants are laid out and packed once."""
@@ -172,11 +216,8 @@ class NativeCore:
         """Runs the steps and returns how many were done; with `packed` the panels are there from the call before."""
         steps, _, sequences, carry, outs, sums, lengths = call
         scratch, panels = memory
-        status, totals = array("q", [0] * STATUS), list(sums)
-        if parts > 1:
-            for n in self.text.apart:
-                totals[n] = torch.zeros((parts, *sums[n].shape), dtype=sums[n].dtype, device="cpu")
-        tensors = [*laid, *panels, *sequences, *carry, *outs, *totals, *last]
+        status = array("q", [0] * STATUS)
+        tensors = [*laid, *panels, *sequences, *carry, *outs, *sums, *last]
         table = array("q", [one.data_ptr() for one in tensors])
         table.append(status.buffer_info()[0])
         table.extend((*lengths, *self._longest(steps, lengths)))
@@ -187,9 +228,6 @@ class NativeCore:
             raise matrix_failed(self.text.checks, status[2])
         if called and (error := called[0].error) is not None:
             raise error if isinstance(error, Broken) else StepFailed(error, status[0])
-        if parts > 1:
-            for n in self.text.apart:
-                sums[n].add_(totals[n].sum(0))
         if status[1]:
             raise OutOfRange(OUT_OF_RANGE)
         return status[0]

@@ -116,6 +116,7 @@ class Frame:
         self.xs = sequences(loop, self.place.device)
         self.root = self._root()
         self.answers: Sequence[bool] = ()  # what the body is told where it reads a bool in Python; of one that ran, was
+        self.open: frozenset[int] = frozenset()  # Python numbers that are inputs of the step
 
     def _held(self) -> list[int]:
         """Places in the carry of what has rows, where some stop before others."""
@@ -138,7 +139,7 @@ class Frame:
     def again(self, arrays: Arrays | None = None) -> "Frame":
         """A frame for another run of the same step, by default with arrays of which nothing is known yet."""
         other = Frame(self.loop, self.first, arrays)
-        other.answers = self.answers
+        other.answers, other.open = self.answers, self.open
         return other
 
     def continue_with(self, loop: Loop) -> None:
@@ -215,7 +216,7 @@ class Frame:
         loop, numbered = self.loop, is_numbered(self.loop)
         if numbered:
             assert isinstance(watch, OperationLog)
-            watch.parts = PickedParts(watch.number_of)
+            watch.parts = PickedParts(watch)
             state = self._with_counters(state, numbers[-1], watch)
         if loop.name == "fori_loop":
             assert loop.numbered is not None

@@ -21,6 +21,7 @@ from tensorloop._common.arguments import check_memory
 from tensorloop.compiler.refused import Signal
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_fail_calls
+from tensorloop.loop.compiled.look.changing_numbers import Numbers
 from tensorloop.loop.compiled.look.number_read import is_read
 from tensorloop.loop.effects.caught import caught_at
 from tensorloop.loop.effects.known import is_torch_function
@@ -42,10 +43,11 @@ class UnknownCall(Signal):
 
 @dataclasses.dataclass(frozen=True)
 class Leaf:
-    """The end of a path: the key of the step's plan, and where its captures are among those of the trail."""
+    """The end of a path: the key of the step's plan, where its captures are among the trail's, its open numbers."""
 
     key: Any
     captures: tuple[int, ...]
+    open: frozenset[int]
 
 
 class CallTrail(CallWatch):
@@ -58,6 +60,7 @@ class CallTrail(CallWatch):
         self.may_read = self.reads = False  # values in Python: no known call of a condition does
         self.values = None
         self.told = False  # whether Python read a value
+        self.opened: list[float] = []  # numbers that may be others at each call, in order
         self._known = known
         self._held = list(arguments)  # so that no id comes twice
         self._given = len(self._held)
@@ -128,7 +131,11 @@ class CallTrail(CallWatch):
         if self._known is None:
             self.path.append(tuple(key))
             return
-        self._known = self._known.get(tuple(key))
+        known, self._known = self._known, self._known.get(tuple(key))
+        if self._known is None:
+            rest, numbers = _apart(key)
+            self._known = known.get(rest)
+            self.opened += numbers
         if self._known is None:
             self._known = {}  # for a body that catches it and goes on all the same
             raise UnknownCall
@@ -152,10 +159,9 @@ class CallTrail(CallWatch):
             number = self._numbers.get(id(x))
             key.append(self._capture(key, x) if number is None else number)
         elif kind in _ALIKE:
-            key.append(kind)
-            key.append(x)
+            key.append((kind, x))
         elif kind is float:
-            key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
+            key.append((float, repr(x)))  # nan is no equal of itself, and 0.0 is one of -0.0
         elif kind is tuple or kind is list or kind is torch.Size:
             key.append((kind, len(x)))
             for y in x:
@@ -208,7 +214,9 @@ class KnownCalls:
         """Whether calls do not tell steps of such loops apart."""
         return self._roots.get(root, ()) is None
 
-    def add(self, root: Hashable, trail: CallTrail, key: Hashable, captures: Sequence[Tensor]) -> None:
+    def add(
+        self, root: Hashable, trail: CallTrail, key: Hashable, captures: Sequence[Tensor], numbers: Numbers
+    ) -> None:
         """Notes that the calls of a step lead to a plan; `captures` are the step's in the order of the plan."""
         if self._count >= MOST_PATHS:
             self.clear()
@@ -219,15 +227,29 @@ class KnownCalls:
             self._roots[root] = None
             return
         place = self._roots.setdefault(root, {})
-        if place is not None:
-            for key_of_call in trail.path[:-1]:
-                place = place.setdefault(key_of_call, {})
-            place[trail.path[-1]] = Leaf(key, order)
+        if place is None:
+            return
+        calls = {numbers.given[k].call - 1 for k in numbers.open}
+        for call, part in enumerate(trail.path[:-1]):
+            if call in calls:
+                rest, found = _apart(part)
+                if [*map(repr, found)] != [repr(x.value) for x in numbers.given if x.call - 1 == call]:
+                    return  # its operations are given other numbers than it is
+                place.pop(part, None)
+                part = rest
+            place = place.setdefault(part, {})
+        place[trail.path[-1]] = Leaf(key, order, numbers.open)
 
     def clear(self) -> None:
         """Forgets all."""
         self._roots.clear()
         self._count = 0
+
+
+def _apart(key: Sequence[Any]) -> tuple[tuple[Any, ...], list[float]]:
+    """The key of a call with the types of numbers in their place, and the numbers."""
+    places = {i for i, x in enumerate(key) if type(x) is tuple and x[0] in (float, int)}
+    return tuple(x[0] if i in places else x for i, x in enumerate(key)), [key[i][0](key[i][1]) for i in sorted(places)]
 
 
 known_calls = KnownCalls()

@@ -24,6 +24,7 @@ from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls, NeedsGradients
 from tensorloop.loop.compiled.look.calls import SizesTold
+from tensorloop.loop.compiled.look.changing_numbers import as_tensor, find_open
 from tensorloop.loop.compiled.look.differentiated import check_gradients
 from tensorloop.loop.compiled.look.draws import DrawOp
 from tensorloop.loop.compiled.look.frame import (
@@ -63,11 +64,11 @@ class Record:
     trail: CallTrail | None  # its calls, where it may be known by them later
     values: ValuesRead
 
-    def key(self) -> Key:
-        """All that a plan depends on."""
+    def skeleton(self) -> Key:
+        """All that a plan depends on but Python numbers that operations are given."""
         frame, trace = self.frame, self.trace
         numbers = tuple(trace.next_carry), tuple(trace.outs), trace.going
-        return Key((frame.root, frame.arrays.key(), self.results.outputs()[1], *numbers, tuple(self.log.key)))
+        return Key((frame.root, frame.arrays.key(), self.results.outputs()[1], *numbers, self.log.numbers.skeleton()))
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -85,7 +86,9 @@ class Look:
         """Lets the step be known by its calls from now on."""
         record = self.record
         if record is not None and record.trail is not None and not self.draws:
-            known_calls.add(self.frame.root, record.trail, self.key, self.captures)
+            known_calls.add(
+                self.frame.root, record.trail, self.key, [*record.log.captures.values()], record.log.numbers
+            )
 
 
 def look(loop: Loop, first: Tensor | None) -> Look:
@@ -127,14 +130,22 @@ def _recognize(frame: Frame) -> Look | None:
         return None
     check_gradients(frame, results.carry, trail.autograd, several=trail.told)
     assert leaf is not None
-    return Look(frame, leaf.key, [trail.captures[i] for i in leaf.captures], results, (), None)
+    frame.open = leaf.open
+    captures = [*(trail.captures[i] for i in leaf.captures), *(as_tensor(x, frame.place.device) for x in trail.opened)]
+    return Look(frame, leaf.key, captures, results, (), None)
 
 
 def look_closely(frame: Frame) -> Look:
     """Runs the step and writes it down, with its calls where these tell everything."""
+    frame.open = frozenset()
     calls_tell = not is_numbered(frame.loop) and not frame.arrays.places
     noted = _record(frame, learns=calls_tell and not (known_calls.cannot_tell(frame.root) or modes()))
-    return Look(frame, noted.key(), noted.captures, noted.results, noted.log.draws, noted)
+    numbers, skeleton = noted.log.numbers, noted.skeleton()
+    # Where there are arrays, an int may be a length.
+    frame.open = numbers.open = find_open(skeleton, numbers, ints=not frame.arrays.places)
+    noted.captures.extend(numbers.take(frame.place.device).values())
+    key = Key((skeleton, numbers.texts(numbers.open)))
+    return Look(frame, key, noted.captures, noted.results, noted.log.draws, noted)
 
 
 def record(frame: Frame, **options: Any) -> Record:
@@ -180,6 +191,7 @@ def _record(
         trail = CallTrail(given) if learns else None
         log = OperationLog(given, lines=lines, trail=trail, device=frame.place.device)
         log.values = values = _values_of(frame)
+        log.numbers.open = frame.open
         calls = AutogradCalls(log, log.watch, given, live=live or not may, checks=checks)
         log.watch.autograd = calls
         log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
@@ -204,6 +216,7 @@ def _record(
     n, last = len(carry), len(numbers) - (results.answer is not None)
     xs = [*range(n, len(given)), *(draw.number for draw in log.draws)]
     ends = numbers[:n], numbers[n:last], None if results.answer is None else numbers[-1]
+    log.captures |= log.numbers.take(frame.place.device)
     trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, bool(log.writes), values.answers)
     captures = list(log.captures.values())
     return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail, values)

@@ -26,7 +26,8 @@ from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.compiler.trace import Number, Operation, Ref
 from tensorloop.loop.compiled.look.autograd_calls import write_cut
-from tensorloop.loop.compiled.look.calls import NUMBERS, PLAIN, READING, CallWatch, refusal
+from tensorloop.loop.compiled.look.calls import NUMBERS, READING, CallWatch, refusal
+from tensorloop.loop.compiled.look.changing_numbers import Numbers, dtype_for
 from tensorloop.loop.compiled.look.draws import DrawOp, Generators, check_draw, draw_op, never_draws
 from tensorloop.loop.compiled.look.number_read import NumberRead
 from tensorloop.loop.compiled.look.operation_traits import (
@@ -37,10 +38,10 @@ from tensorloop.loop.compiled.look.operation_traits import (
     OperationTraits,
     check_capture,
     check_device,
+    check_offset,
     is_live,
     is_torchs_own,
     mask_of,
-    offset_of,
     storage_of,
     traits_of,
 )
@@ -60,11 +61,12 @@ class OperationLog(OperationMode):
     """Makes the key of what one step does with its arguments and, where asked for `lines`, writes all of it down."""
 
     def __init__(
-        self, arguments: Sequence[Tensor], *, lines: bool = False, trail: CallWatch | None = None, device: Where = None
+        self, arguments: Sequence[Tensor], *, lines: bool = False, trail: Any = None, device: Where = None
     ) -> None:
         super().__init__()
         self.device = device
         self.key: list[Any] = []
+        self.numbers = Numbers(self.key, [] if trail is None else trail.path)
         self.functions: list[Any] = []
         self.starts: list[int] = []  # where in the key each of these begins
         self.operations: list[Operation] = []
@@ -132,6 +134,7 @@ class OperationLog(OperationMode):
         self.functions.append(func)
         self.starts.append(len(self.key))
         self._unread, self._moves = traits.fills or traits.view, False
+        self.numbers.begin(traits.name, dtype_for(func, args, kwargs or {}))
         key, note = self.key, self._note
         key += [id(func), "cut"] if cut else [id(func)]  # what hashes quickly
         for x in args:
@@ -143,8 +146,9 @@ class OperationLog(OperationMode):
         if traits.writes or traits.named or traits.masks:
             self._check(traits, args, kwargs or {}, cut)
         if func in STRIDED:
-            self._check_place(func, args, kwargs or {})
-        noted = (self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
+            self.strided = True
+            check_offset(func, args, kwargs, {storage_of(x) for x in self._tensors[: self._given]} | self.foreign)
+        noted = self.numbers.put(self._structure(args), self._structure(kwargs)) if self.lines else (None, None)
         if traits.draws:
             return self._draw(func, args, kwargs or {}, noted[0])
         numbered, args = args, args if self.parts is None else self.parts.given(func, args, kwargs or {})
@@ -217,6 +221,7 @@ class OperationLog(OperationMode):
 
     def _is_moving(self, x: Any) -> bool:
         self._moves = False
+        self.numbers.begin()
         self._note(x)
         return self._moves
 
@@ -276,16 +281,6 @@ class OperationLog(OperationMode):
         self.draws.append(draw)
         return out
 
-    def _check_place(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
-        """Refuses places counted from where the memory of an argument begins: a slice of xs lies within xs."""
-        offset = offset_of(func, args, kwargs)
-        own = {storage_of(x) for x in self._tensors[: self._given]} | self.foreign
-        self.strided = True
-        if offset is not None and storage_of(args[0]) in own:
-            raise refusal(
-                "as_strided() with an offset into memory from outside of the step", "index, or use unfold() or narrow()"
-            )
-
     def finish(self, tensors: Sequence[Tensor]) -> list[int]:
         """The numbers of what the step gave; checks what only shows at the end."""
         for x in tensors:
@@ -309,6 +304,7 @@ class OperationLog(OperationMode):
         self.functions.append(function)
         self.starts.append(len(self.key))
         self.key.append(id(function))
+        self.numbers.begin()
         backwards, self._backwards = self._backwards, []  # what a mark has is not read by a backward
         for x in args:
             self._note(x)
@@ -376,7 +372,7 @@ class OperationLog(OperationMode):
                 if func in _KEEPS:  # their first bool is whether a gradient will be wanted
                     kinds.remove(next(pair for pair in kinds if pair[0] is bool))
                 course.append((func, (*kinds, *(x for x in part if isinstance(x, str)))))
-        return course
+        return [*course, (None, self.numbers.texts())]
 
     def tensors_made(self) -> list[weakref.ref[Tensor]]:
         """The tensors that operations made, and the inputs: once the record is gone, only the body can hold them."""
@@ -411,8 +407,10 @@ class OperationLog(OperationMode):
             key.append(self.generators.index(x))
         elif isinstance(x, (float, complex)):
             key.append(repr(x))  # nan is no equal of itself, and 0.0 is one of -0.0
+            self.numbers.note(x)
         else:
             key += type(x), x
+            self.numbers.note(x)
 
     def _structure(self, x: Any) -> Any:
         """Arguments or results with numbers in the place of tensors."""
@@ -432,11 +430,6 @@ class OperationLog(OperationMode):
         return number if calls is None else calls.original(number, x)
 
     def _capture(self, x: Tensor) -> int:
-        if type(x) not in PLAIN or x.layout is not torch.strided:
-            raise refusal(
-                f"the body uses a tensor of class {type(x).__name__}, {x.layout}",
-                "give plain tensors: what is in it, or its values()",
-            )
         check_capture(x, self.device)
         number = self._numbers[id(x)] = len(self._tensors)
         self._tensors.append(x)

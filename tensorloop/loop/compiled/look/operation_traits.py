@@ -8,9 +8,10 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import check_memory
+from tensorloop._torch.transforms import forward_mode
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES
-from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
+from tensorloop.loop.compiled.look.calls import NUMBERS, PLAIN, refusal
 from tensorloop.loop.compiled.look.draws import may_draw_ahead
 
 _aten = torch.ops.aten
@@ -85,9 +86,12 @@ class OperationTraits:
             raise refusal(f"{self.name} by a mask {_SHAPES}", CURES[_SHAPES])
 
     def says_nothing(self, args: Sequence[Any], kwargs: dict[str, Any] | None) -> bool:
-        """Whether no value comes of it: it is for a profiler, or has a shape alone, as a tangent of zeros may."""
+        """Whether no value comes of it: it is for a profiler, or has a shape alone, as a tangent of zeros may.
+
+        Outside of forward mode such a shape is of zeros that the body closes over, and their gradients would be lost.
+        """
         at = args[0].device if args and isinstance(args[0], Tensor) else None
-        return self.reason == MARKS or (kwargs or {}).get("device", at) == _META
+        return self.reason == MARKS or ((kwargs or {}).get("device", at) == _META and forward_mode())
 
     def written(self, args: Sequence[Any], kwargs: dict[str, Any]) -> list[Any]:
         """The arguments that the operation writes to."""
@@ -170,15 +174,22 @@ def check_device(x: Tensor, device: torch.device | None) -> None:
 
 
 def check_capture(x: Tensor, device: torch.device | None) -> None:
-    """Refuses what is elsewhere than its loop; raises where a tensor has no memory any more."""
+    """Refuses tensors that are not plain, or elsewhere than the loop; raises where one has no memory any more."""
+    if type(x) not in PLAIN or x.layout is not torch.strided:
+        said = f"the body uses a tensor of class {type(x).__name__}, {x.layout}"
+        raise refusal(said, "give plain tensors: what is in it, or its values()")
     check_memory([x], "which the body closes over")
     check_device(x, device)
 
 
-def offset_of(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Any:
-    """Where in memory an operation of `STRIDED` begins."""
+def check_offset(func: Any, args: Sequence[Any], kwargs: dict[str, Any] | None, own: set[int]) -> None:
+    """Refuses places counted from where the memory of an argument begins, `own`: a slice of xs lies within xs."""
     place = 4 if func is _aten.as_strided_scatter.default else 3
-    return args[place] if len(args) > place else kwargs.get("storage_offset")
+    offset = args[place] if len(args) > place else (kwargs or {}).get("storage_offset")
+    if offset is not None and storage_of(args[0]) in own:
+        raise refusal(
+            "as_strided() with an offset into memory from outside of the step", "index, or use unfold() or narrow()"
+        )
 
 
 def storage_of(x: Tensor) -> int:

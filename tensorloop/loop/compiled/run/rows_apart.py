@@ -124,7 +124,9 @@ class _RowsTrace:
 def _compare(look: Look, plan: Plan, whole: _RowsTrace, rows: int, loop: Loop, n: int, own: Sequence[int]) -> None:
     """Raises where a step of n rows is not that of all rows, with fewer."""
     first = None if look.frame.first is None else look.frame.first[:n]
-    seen = record(Frame(loop, first), lines=True, live=False)
+    frame = Frame(loop, first)
+    frame.open = look.frame.open
+    seen = record(frame, lines=True, live=False)
     if not _same_captures(look.captures, seen.captures, own):
         raise Refused(_COUNTS, "do the same for any number of rows, or set compile=False")
     place = _Same(whole, _RowsTrace(seen), rows, n).difference()
@@ -208,6 +210,7 @@ def _same_values(look: Look, plan: Plan, rows: int, loop: Loop, first: Tensor | 
     for _ in range(2):
         arrays = look.frame.arrays.of_rows(loop.init, 1)
         frame = Frame(loop, first, arrays)
+        frame.open = look.frame.open
         seen = record(frame, lines=True, live=False, change=random_values(generator))
         captures = [_spread(x, rows) if i in own else x for i, x in enumerate(seen.captures)]
         dims = [int(i in arrays.first) for i in frame.places]
