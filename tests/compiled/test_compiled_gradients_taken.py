@@ -177,7 +177,7 @@ def runs_backward(h: Tensor, x: Tensor) -> Any:
 REFUSED: list[tuple[Body, str]] = [
     (through_earlier_steps, "takes the gradient for a tensor from outside, and the carry may depend on it"),
     (leaves_a_mode, "the body leaves another grad mode behind"),
-    (asks_for_gradients, r"calls requires_grad_\(\) on what it is given"),
+    (asks_for_gradients, r"(calls requires_grad_\(\) on what it is given|sets requires_grad of a Tensor)"),
     (runs_backward, r"runs a backward pass \(backward\)"),
 ]
 

@@ -23,6 +23,11 @@ _STORES = {
 _PUSHES_EXCEPTION = "PUSH_EXC_INFO"
 
 
+def _makes(code: CodeType) -> frozenset[str]:
+    """Instructions whose results are noted as new: torch.compile runs the collector, which then knows no ages."""
+    return _MAKES_DICT | {"BUILD_LIST"} if is_compiled(code) else _MAKES_DICT
+
+
 class Check(NamedTuple):
     """What is asked before an instruction: a method of `Judge` and its argument."""
 
@@ -50,7 +55,7 @@ def checks_of(code: CodeType, reads: bool) -> dict[int, Check]:
             argument, keywords = (i.arg, keywords), ()
         if method is not None or follows:
             table[i.offset] = Check(method, argument, follows, i.offset in counted)
-        follows = i.opname in _MAKES_DICT or i.opname in _CALLS
+        follows = i.opname in _makes(code) or i.opname in _CALLS
     return table
 
 
@@ -70,13 +75,11 @@ def _counts(steps: tuple[dis.Instruction, ...], k: int) -> int | None:
 
 def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | None, Any]:
     name = i.opname
-    if name == "DELETE_SUBSCR" and is_compiled(code):
-        return None, None  # of a list that it has made, maybe before the collector ran
     if name in _STORES:
         return _STORES[name], i.argval
     if name in _CALLS:
         return _CALLS[name], i.arg
-    if name in _MAKES_DICT:
+    if name in _makes(code):
         return "makes", None
     if name == "STORE_NAME":
         is_class_body = "__qualname__" in code.co_names and not code.co_flags & 2

@@ -254,8 +254,7 @@ class Judge(Calls):
                 what = f"sets {_key_said(key)} of a dict from outside"
                 self.stores(frame, x, key if _is_plain(key) else ELEMENTS, _item(x, key), value, what)
             return
-        if not (type(x) is list and type(key) is int and known.is_compiled(frame.f_code)):  # a list that it has made
-            self.changes(frame, x, "sets an item of")
+        self.changes(frame, x, "sets an item of")
 
     def changes(self, frame: types.FrameType, x: Any, how: str, method: str = "__setitem__") -> None:
         """Judges that an object's elements are others."""
