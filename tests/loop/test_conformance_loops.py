@@ -492,8 +492,7 @@ def test_a_state_that_is_changed_in_place_after_the_loop(checkpoints: Any) -> No
     with pytest.warns(HeldTensorWarning):
         out = tl.fori_loop(0, 6, body, init, checkpoints=checkpoints)
     with torch.no_grad():
-        for x in kept:
-            x.add_(1)
+        torch._foreach_add_(kept, 1)
     if isinstance(checkpoints, int):
         with pytest.raises(RuntimeError, match=r"a carry of shape \(2,\) was changed in place after the loop had kept"):
             grad(out.sum(), w)

@@ -14,7 +14,7 @@ from torch import Tensor, fx
 from tensorloop.compiler.operations import aten, is_view, value_of
 
 
-class Scatter(NamedTuple):
+class StepsScatter(NamedTuple):
     """A node's values and places; `together` takes its arguments for all steps, and a shape where it is given zeros."""
 
     values: fx.Node
@@ -22,25 +22,25 @@ class Scatter(NamedTuple):
     together: Callable[..., Tensor]
 
 
-def scatter_of(n: fx.Node) -> Scatter | None:
+def scatter_of(n: fx.Node) -> StepsScatter | None:
     """How a node adds values to zeros; None where it does something else."""
     args: Any = n.args
     if n.target is aten.embedding_dense_backward.default:
-        return Scatter(args[0], [args[1]], _rows_added)
+        return StepsScatter(args[0], [args[1]], _rows_added)
     if n.target is aten._sparse_coo_tensor_with_dims_and_tensors.default:
-        return Scatter(args[4], [args[3]], _rows_joined)
+        return StepsScatter(args[4], [args[3]], _rows_joined)
     if n.target not in (aten.index_add.default, aten.scatter_add.default, aten.index_put.default):
         return None
     if not _is_zeros(args[0]) or not value_of(args[0]).dim():
         return None
     if n.target is not aten.index_put.default:
         together = _index_added if n.target is aten.index_add.default else _scatter_added
-        return Scatter(args[3], [args[2]], together)
+        return StepsScatter(args[3], [args[2]], together)
     places = [i for i in args[1] if i is not None]
     ranks, rest = [value_of(i).dim() for i in places], value_of(args[0]).dim() - len(places)
     if any(map(is_mask, places)) or not n.args[3:] or not args[3] or value_of(args[2]).dim() != max(ranks) + rest:
         return None
-    return Scatter(args[2], places, _put)
+    return StepsScatter(args[2], places, _put)
 
 
 def is_mask(n: fx.Node) -> bool:
@@ -48,7 +48,7 @@ def is_mask(n: fx.Node) -> bool:
     return value_of(n).dtype in (torch.bool, torch.uint8)
 
 
-def is_still(scatter: Scatter, moving: Container[fx.Node]) -> bool:
+def is_still(scatter: StepsScatter, moving: Container[fx.Node]) -> bool:
     """Whether the places are the same at each step: then the values can be added up before they are put there."""
     return not any(i in moving for i in scatter.places)
 
