@@ -26,6 +26,7 @@ from tensorloop.loop.effects.operands import by_code, steps_of
 
 R = TypeVar("R")
 _resting: dict[Any, bool] = {}
+_functions = [0, False]  # how many kinds of custom Functions there were, and whether one is the user's
 _CALL_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
 _Followed = list[tuple[Judge, dict[int, Check]]]
 
@@ -73,7 +74,10 @@ def rests(function: Any) -> bool:
 def _has_functions() -> bool:
     """Whether there are custom Functions of the user's, whose backward a gradient may run."""
     kinds = torch.autograd.Function.__subclasses__()
-    return any(not known.is_torchs(kind) or kind.__subclasses__() for kind in kinds)
+    if _functions[0] != len(kinds):
+        met = [*kinds, *(inner for kind in kinds for inner in kind.__subclasses__())]
+        _functions[:] = len(kinds), any(not known.is_torchs(kind) for kind in met)
+    return bool(_functions[1])
 
 
 def own(trees: Iterable[Any], holders: Iterable[Any] = ()) -> None:
