@@ -212,8 +212,9 @@ class Judge(Calls):
         setter = known.of_type(kind, "__setattr__")
         if type(found) is property or known.in_python(type(found), "__set__"):
             return  # its code is followed
-        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType and name != "requires_grad":
-            return  # the log of operations sees it
+        seen = name != "requires_grad" or (self.notes is None and value)  # by the log of operations
+        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType and seen:
+            return
         if type(setter) is types.FunctionType and not known.is_trusted(setter.__module__ or ""):
             return
         new = self.is_new(owner) and not known.is_proxy(kind)
@@ -277,6 +278,8 @@ class Judge(Calls):
         """Judges that a value is read that a step may have written: by default, all elements of a container."""
         if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, *(() if what else (Tensor,)))):
             return
+        while type(x) is memoryview:
+            x = x.obj
         of_elements = not what or type(x) is dict
         if not (self.notes.reads(x, name) and (not of_elements or self.notes.reads(x, ELEMENTS))):
             said_so = what or f"a {type(x).__name__}"
