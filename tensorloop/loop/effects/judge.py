@@ -321,9 +321,8 @@ class Judge(Calls):
         container, key = operands(frame, 2)
         if isinstance(container, collections.defaultdict) and not self.is_new(container):
             if _item(container, key) is GONE:
-                self.stores(
-                    frame, container, SOME, GONE, 0, "makes an item of a defaultdict from outside by reading it"
-                )
+                what = "makes an item of a defaultdict from outside by reading it"
+                self.stores(frame, container, ELEMENTS, GONE, 0, what)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 

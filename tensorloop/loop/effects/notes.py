@@ -52,6 +52,8 @@ class Notes:
         self.news |= written is None
         if written is None or (anew and name not in (ELEMENTS, SOME)):
             self._written[key] = owner, self.step, appears
+        elif was is not None and was is not GONE:  # what had appeared changes
+            self._written[key] = owner, written[1], False
         return True
 
     def reads(self, owner: Any, name: Any) -> bool:
