@@ -340,3 +340,29 @@ def test_an_error_that_a_clause_around_another_one_catches() -> None:
     xs = torch.tensor([[1.0, 0], [0, 0], [1, 1]])
     found = tl.scan(body, torch.ones(2), xs, compile=True)[0]
     torch.testing.assert_close(found, tl.scan(body, torch.ones(2), xs)[0])
+
+
+@pytest.mark.parametrize("checkpoints", [1, 2])
+def test_generators_that_a_step_seeds_and_sets_back(checkpoints: int) -> None:
+    def run(**options: Any) -> Any:
+        generator = torch.Generator().manual_seed(3)
+
+        def body(c: Any, x: Any) -> Any:
+            kept = generator.get_state()
+            generator.manual_seed(7)
+            c = torch.sin(c * torch.rand(3, generator=generator))
+            generator.set_state(kept)
+            return c * torch.rand(3, generator=generator) + x, None
+
+        init = torch.ones(3, requires_grad=True)
+        return torch.autograd.grad(tl.scan(body, init, torch.ones(5, 3), **options)[0].sum(), init)
+
+    torch.testing.assert_close(run(checkpoints=checkpoints), run())
+
+
+@pytest.mark.filterwarnings("ignore:scan. not compiled")
+@pytest.mark.parametrize("test", ["type(n).__name__ == 'int'", "type(n) is int", "{int: True}.get(type(n))"])
+def test_types_of_numbers_that_are_read(test: str) -> None:
+    body, _ = body_of("n = c.argmax().item()", f"c = c * (2 if {test} else 3)")
+    found = tl.scan(body, torch.ones(2), torch.ones(5, 2), compile=True)[0]
+    torch.testing.assert_close(found, tl.scan(body, torch.ones(2), torch.ones(5, 2))[0])

@@ -55,6 +55,7 @@ class Judge(Calls):
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
         self._young: set[int] | None = None
+        self.generators: dict[int, Any] | None = None  # the user's, by id, and the state in which each was met
         self._counts = False  # whether the instruction at hand stores what was counted on from there
         self.own(given)
         if not _COUNTED["n"]:
@@ -370,7 +371,9 @@ class Judge(Calls):
 
     def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:
         """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
-        stands_for = _STAND_INS.get(type(x).__name__) if type(x).__module__ == "torch" else None
+        stands_for = _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
+        if type(x).__name__ == "NumberRead":
+            stands_for = x.__class__
         if stands_for is None:
             return
         try:
