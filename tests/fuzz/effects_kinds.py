@@ -196,7 +196,7 @@ NAMES = kinds(
      "with OBJ as TMP:\n    pass", "TMP", "OBJ.n"),
     ("OBJ = [0]\n@contextlib.contextmanager\ndef FUN():\n    OBJ[0] += 1\n    yield OBJ[0]", "with FUN() as TMP:\n    pass", "TMP", "OBJ[0]"),
     ("OBJ = [0]\n@functools.lru_cache(None)\ndef FUN(k):\n    OBJ[0] += 1\n    return OBJ[0]", "TMP = FUN(OBJ[0])", "TMP", "OBJ[0]"),
-    ("@functools.lru_cache(None)\ndef FUN(k):\n    return k", "FUN(1)", "FUN.cache_info().hits"),
+    ("@functools.lru_cache(None)\ndef FUN(k):\n    return k", "FUN(1)", "FUN.cache_info().currsize"),
     ("class CLS:\n    n = 0\n    @functools.cached_property\n    def v(self):\n        CLS.n += 1\n        return CLS.n\nOBJ = CLS()",
      "TMP = OBJ.v\ndel OBJ.v", "TMP", "CLS.n"),
     ("OBJ = [0]\nclass CLS:\n    n = 0\n    def __init__(self, o):\n        self.o = o\n    def go(self):\n        self.o[0] += 1",

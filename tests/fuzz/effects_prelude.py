@@ -47,11 +47,11 @@ def make(*shape, seed, grad=False):
 
 
 def own(tree):
-    """What a loop may change in place: values without a gradient are copied, and so are arrays."""
+    """A carry of the loop's own: copies of the caller's tensors and arrays."""
 
     def copied(x):
         if isinstance(x, torch.Tensor):
-            return x if x.requires_grad else x.clone()
+            return x.clone()
         return copy.copy(x) if isinstance(x, tl.TensorArray) else x
 
     return tree_map(copied, tree)

@@ -38,7 +38,7 @@ class Watched:
     def _followed(self, args: tuple[Any, ...]) -> Any:
         """Runs the body, and refuses what its Python does that a replay would do again, or find changed."""
         judge, out = Judge(self.notes, self.paths, args), None
-        self.captures.judge = judge
+        self.captures.judge, judge.generators = judge, self.captures.generators
         try:
             with following(judge):
                 out = self.body(*args)

@@ -45,6 +45,7 @@ class Calls:
     changes: Any
     note_dict: Any
     makes: Any
+    generators: dict[int, Any] | None
     made: set[int]  # what is known to be new, by id
 
     def call(self, frame: _Frame, how: tuple[int, tuple[str, ...]]) -> None:
@@ -245,7 +246,9 @@ class Calls:
         if name == "__setitem__" and len(args) == 2:
             return self.item(frame, owner, *args)
         if known.is_torchs(kind):
-            if kind.__name__ == "Generator":
+            if isinstance(owner, torch.Generator):
+                if self.generators is not None and id(owner) not in self.generators:
+                    self.generators[id(owner)] = owner, owner.get_state()
                 self._torchs_state(frame, f"{name}() of a torch.Generator", name)
             return None
         if kind in (types.GetSetDescriptorType, types.MemberDescriptorType) and name != "__get__":

@@ -61,6 +61,7 @@ class Judge(Calls):
         self._contexts = dict[int, tuple[ContextVar[Any], Any, Effect]]()  # those that were set, and what they were
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
         self._young: set[int] | None = None
+        self.generators: dict[int, Any] | None = None  # the user's, by id, and the state in which each was met
         self._counts = False  # whether the instruction at hand stores what was counted on from there
         self.own(given)
         if not _COUNTED["n"]:
@@ -217,8 +218,9 @@ class Judge(Calls):
         setter = known.of_type(kind, "__setattr__")
         if type(found) is property or known.in_python(type(found), "__set__"):
             return  # its code is followed
-        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType and name != "requires_grad":
-            return  # the log of operations sees it
+        seen = name != "requires_grad" or (self.notes is None and value)  # by the log of operations
+        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType and seen:
+            return
         if type(setter) is types.FunctionType and not known.is_trusted(setter.__module__ or ""):
             return
         new = self.is_new(owner) and not known.is_proxy(kind)
@@ -296,6 +298,8 @@ class Judge(Calls):
         """Judges that a value is read that a step may have written: by default, all elements of a container."""
         if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, *(() if what else (Tensor,)))):
             return
+        while type(x) is memoryview:
+            x = x.obj
         of_elements = not what or type(x) is dict
         if not (self.notes.reads(x, name) and (not of_elements or self.notes.reads(x, ELEMENTS))):
             said_so = what or f"a {type(x).__name__}"
@@ -337,9 +341,8 @@ class Judge(Calls):
         container, key = operands(frame, 2)
         if isinstance(container, collections.defaultdict) and not self.is_new(container):
             if _item(container, key) is GONE:
-                self.stores(
-                    frame, container, SOME, GONE, 0, "makes an item of a defaultdict from outside by reading it"
-                )
+                what = "makes an item of a defaultdict from outside by reading it"
+                self.stores(frame, container, ELEMENTS, GONE, 0, what)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
@@ -387,7 +390,9 @@ class Judge(Calls):
 
     def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:
         """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
-        stands_for = _STAND_INS.get(type(x).__name__) if type(x).__module__ == "torch" else None
+        stands_for = _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
+        if type(x).__name__ == "NumberRead":
+            stands_for = x.__class__
         if stands_for is None:
             return
         try:

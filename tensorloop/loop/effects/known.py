@@ -121,6 +121,8 @@ def only_writes(name: str) -> bool:
 
 def is_of_library(frame: types.FrameType, writers: bool) -> bool:
     """Whether the standard library runs here for a library that is trusted, as torch's logging does."""
+    if module_of(frame) in ("weakref", "_weakrefset") and "__init__.<locals>" in frame.f_code.co_qualname:
+        return True  # it is called when an object dies, and forgets it
     at: types.FrameType | None = frame
     while at is not None and _is_standard(module_of(at)):
         if writers and module_of(at).partition(".")[0] in _WRITERS:

@@ -6,6 +6,7 @@ found by all others. Anything else that is both read and written, by whichever s
 """
 
 import copy
+from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -51,6 +52,8 @@ class Notes:
         self.news |= written is None
         if written is None or (anew and name not in (ELEMENTS, SOME)):
             self._written[key] = owner, self.step, appears
+        elif was is not None and was is not GONE:  # what had appeared changes
+            self._written[key] = owner, written[1], False
         return True
 
     def reads(self, owner: Any, name: Any) -> bool:
@@ -126,13 +129,16 @@ class Asked(Notes):
 
 def _copied(x: Any) -> Any:
     """The elements of a container; None where it is none that can be filled again."""
-    return copy.copy(x) if isinstance(x, (list, dict, set, deque, bytearray)) else None
+    known = isinstance(x, (list, dict, set, deque, bytearray, array)) or type(x).__name__ == "ndarray"
+    return copy.copy(x) if known else None
 
 
 def _put_back(owner: Any, name: Any, was: Any) -> None:
     if name is ELEMENTS:
-        if isinstance(owner, (list, bytearray)) and was is not None:
+        if isinstance(owner, (list, bytearray, array)) and was is not None:
             owner[:] = was
+        elif type(owner).__name__ == "ndarray":
+            owner[...] = was
         elif was is not None:
             owner.clear()
             (owner.extend if isinstance(owner, deque) else owner.update)(was)

@@ -54,6 +54,8 @@ def refuse_shared(log: OperationLog, given: Sequence[Tensor], carry: Sequence[Te
     if not log.writes & {storage_of(x) for x in given}:
         return
     met = {storage_of(x): "a slice of xs" for x in row} | dict.fromkeys(log.foreign, "a tensor from outside")
+    ids = {id(x) for x in given}
+    met |= {storage_of(x): "a tensor from outside" for x in carry if not (log.made(x) or id(x) in ids)}
     for x in carry:
         if (other := met.get(storage_of(x))) is not None:
             raise Refused(
