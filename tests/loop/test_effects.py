@@ -1,5 +1,7 @@
 """What the Python of a step may do: effects are refused before anything has changed, and pure steps are let through."""
 
+# ruff: noqa: E501, F401 - the texts of steps use the imports
+
 import array
 import bisect
 import collections
