@@ -273,6 +273,7 @@ def test_what_a_step_has_written_no_step_reads(write: str, read: str, first: boo
         "item.n += 1",
         "items.append(1)",
         "names['n'] = 3",
+        "kinds['k'] += 1",
         "log.info('a %s', item.n)",
         "text.write('a')",
         "tensor.n += 1",

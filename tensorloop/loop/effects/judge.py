@@ -322,7 +322,7 @@ class Judge(Calls):
         if isinstance(container, collections.defaultdict) and not self.is_new(container):
             if _item(container, key) is GONE:
                 what = "makes an item of a defaultdict from outside by reading it"
-                self.stores(frame, container, ELEMENTS, GONE, 0, what)
+                self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
