@@ -255,9 +255,9 @@ class Calls:
             return self.attribute(frame, args[0], owner.__name__, args[1] if len(args) > 1 else GONE)
         if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
             return self._arguments(frame, name, args)
-        writes = self.notes is not None and name in known.WRITES
-        if writes and (self.is_new(owner) or self.notes.writes(owner, ELEMENTS, 0)):
-            return self._arguments(frame, name, args)
+        if self.notes is not None and name in known.WRITES:
+            if self.is_new(owner) or self.notes.writes(owner, ELEMENTS, 0):
+                return self._arguments(frame, name, args)
         if name in known.READS[object]:
             return self.reads(frame, owner)
         if isinstance(owner, ContextVar):

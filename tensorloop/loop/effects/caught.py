@@ -22,7 +22,8 @@ _FAILS = frozenset(
     "index_fill_ embedding embedding_bag _embedding_bag take put put_ multinomial one_hot bincount nll_loss_forward "
     "nll_loss2d_forward nll_loss repeat_interleave bernoulli normal poisson binomial _assert_async _assert_scalar "
     "_linalg_eigh _linalg_svd linalg_eig linalg_lstsq linalg_qr geqrf take_along_dim masked_scatter masked_scatter_ "
-    "cdist histc quantile searchsorted linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex linalg_ldl_factor_ex".split()
+    "cdist histc quantile searchsorted linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex "
+    "linalg_ldl_factor_ex".split()
 )
 # The modules that call a body, or a condition, of a loop that is looked at.
 _CALL_BODIES = tuple(f"tensorloop.loop.compiled.{name}" for name in ("look.frame", "front", "in_graphs"))

@@ -13,20 +13,19 @@ from collections.abc import Iterable
 from contextvars import ContextVar
 from typing import Any
 
-from torch import Tensor, nn
+from torch import Tensor
 
 from tensorloop._common import pytree
 from tensorloop._common.user_line import UserLine
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.calls import Calls
 from tensorloop.loop.effects.instructions import Check, begins_at, checks_of
-from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, Notes, Paths
+from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, Notes, Paths, class_with, home, of_class
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands, said
 
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _KEYWORDS = 8  # flag of codes that take **kwargs
 _STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
-_SLOTS = types.MemberDescriptorType, types.GetSetDescriptorType
 _COUNTED = {"n": 0, "collects": True}  # judges in all threads: the collector rests while there are any
 
 
@@ -233,9 +232,9 @@ class Judge(Calls):
         what = f"deletes {what}" if value is GONE else f"sets {what}"
         if name.startswith("__") and name.endswith("__"):  # which is read where no instruction says so
             self.refuse(frame, what)
-        home, key = _home(owner, name)
-        was = home.get(key, GONE) if type(home) is dict else _contents(home) if key is CONTENTS else GONE
-        self.stores(frame, home, key, _of_class(owner, name) if was is GONE else was, value, what)
+        place, key = home(owner, name)
+        was = place.get(key, GONE) if type(place) is dict else _contents(place) if key is CONTENTS else GONE
+        self.stores(frame, place, key, of_class(owner, name) if was is GONE else was, value, what)
 
     def store_item(self, frame: types.FrameType, _: Any) -> None:
         value, container, key = operands(frame, 3)
@@ -327,8 +326,8 @@ class Judge(Calls):
             if not _same(self.notes.keep_all(held).get(name), held[name]):
                 self.refuse(frame, f"reads {what} of a {kind.__name__}, which an earlier step has changed")
             return
-        self.reads(frame, *_home(owner, name), what)
-        base = _class_with(owner if isinstance(owner, type) else kind, name)
+        self.reads(frame, *home(owner, name), what)
+        base = class_with(owner if isinstance(owner, type) else kind, name)
         if base is not None and base is not owner:
             self.reads(frame, base, name, what)
 
@@ -342,7 +341,7 @@ class Judge(Calls):
         if isinstance(container, collections.defaultdict) and not self.is_new(container):
             if _item(container, key) is GONE:
                 what = "makes an item of a defaultdict from outside by reading it"
-                self.stores(frame, container, ELEMENTS, GONE, 0, what)
+                self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
@@ -421,33 +420,6 @@ def _is_made_above(frame: types.FrameType, name: str) -> bool:
             return True
         outer = outer.f_back
     return False
-
-
-def _home(owner: Any, name: str) -> tuple[Any, Any]:
-    """Where an attribute lies, whichever way one comes to it: (the object or its dict, what of it)."""
-    if type(owner) is types.CellType:
-        return owner, CONTENTS
-    held = known.dict_of(owner)
-    if type(held) is not dict or (name not in held and type(known.of_type(type(owner), name)) in _SLOTS):
-        return owner, name
-    if name not in held and isinstance(owner, nn.Module):
-        places = (held.get(key, {}) for key in ("_parameters", "_buffers", "_modules"))
-        return next((place for place in places if name in place), held), name
-    return held, name
-
-
-def _class_with(kind: type, name: str) -> type | None:
-    return next((base for base in kind.__mro__ if name in base.__dict__), None)
-
-
-def _of_class(owner: Any, name: str) -> Any:
-    """What stands in a slot, or else in the class."""
-    base = _class_with(owner if isinstance(owner, type) else type(owner), name)
-    found: Any = GONE if base is None else base.__dict__[name]
-    try:
-        return found.__get__(owner) if type(found) in _SLOTS else found
-    except AttributeError:
-        return GONE
 
 
 def _contents(found: types.CellType) -> Any:

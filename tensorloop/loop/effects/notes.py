@@ -10,9 +10,12 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
-from types import CodeType
+from types import CellType, CodeType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any
 
+from torch import nn
+
+from tensorloop.loop.effects import known
 from tensorloop.loop.effects.instructions import blocks_of
 
 GONE = object()
@@ -20,6 +23,7 @@ GONE = object()
 
 ELEMENTS, SOME = "its elements", "some of its elements"  # what is written of a container, where no key says which
 CONTENTS = "its contents"  # of a variable of a closure
+_SLOTS = MemberDescriptorType, GetSetDescriptorType
 
 
 class Notes:
@@ -129,19 +133,19 @@ class Asked(Notes):
 
 def _copied(x: Any) -> Any:
     """The elements of a container; None where it is none that can be filled again."""
-    known = isinstance(x, (list, dict, set, deque, bytearray, array)) or type(x).__name__ == "ndarray"
-    return copy.copy(x) if known else None
+    fills = isinstance(x, (list, dict, set, deque, bytearray, array)) or type(x).__name__ == "ndarray"
+    return copy.copy(x) if fills else None
 
 
 def _put_back(owner: Any, name: Any, was: Any) -> None:
     if name is ELEMENTS:
-        if isinstance(owner, (list, bytearray, array)) and was is not None:
-            owner[:] = was
-        elif type(owner).__name__ == "ndarray":
-            owner[...] = was
-        elif was is not None:
+        if was is None:
+            return
+        if isinstance(owner, (dict, set, deque)):
             owner.clear()
-            (owner.extend if isinstance(owner, deque) else owner.update)(was)
+            getattr(owner, "extend" if isinstance(owner, deque) else "update")(was)
+        else:
+            owner[... if type(owner).__name__ == "ndarray" else slice(None)] = was
     elif name is CONTENTS:
         if was is GONE:
             del owner.cell_contents
@@ -155,6 +159,34 @@ def _put_back(owner: Any, name: Any, was: Any) -> None:
             owner.pop(name, None)
         elif hasattr(owner, name):
             delattr(owner, name)
+
+
+def home(owner: Any, name: str) -> tuple[Any, Any]:
+    """Where an attribute lies, whichever way one comes to it: (the object or its dict, what of it)."""
+    if type(owner) is CellType:
+        return owner, CONTENTS
+    held = known.dict_of(owner)
+    if type(held) is not dict or (name not in held and type(known.of_type(type(owner), name)) in _SLOTS):
+        return owner, name
+    if name not in held and isinstance(owner, nn.Module):
+        places = (held.get(key, {}) for key in ("_parameters", "_buffers", "_modules"))
+        return next((place for place in places if name in place), held), name
+    return held, name
+
+
+def class_with(kind: type, name: str) -> type | None:
+    """The class of which an attribute is."""
+    return next((base for base in kind.__mro__ if name in base.__dict__), None)
+
+
+def of_class(owner: Any, name: str) -> Any:
+    """What stands in a slot, or else in the class."""
+    base = class_with(owner if isinstance(owner, type) else type(owner), name)
+    found: Any = GONE if base is None else base.__dict__[name]
+    try:
+        return found.__get__(owner) if type(found) in _SLOTS else found
+    except AttributeError:
+        return GONE
 
 
 class Paths:
