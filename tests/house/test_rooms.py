@@ -422,7 +422,8 @@ def test_the_tables_name_what_there_is() -> None:
         (
             "loop.checkpoint.node",
             "from tensorloop.loop.carry import Carry",
-            "loop.checkpoint.node imports loop.carry; of loop loop.checkpoint may import ['loop.advice', 'loop.effects', 'loop.loop']",
+            "loop.checkpoint.node imports loop.carry; of loop loop.checkpoint may import "
+            "['loop.advice', 'loop.effects', 'loop.loop']",
         ),
         (
             "loop.api",

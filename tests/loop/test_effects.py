@@ -31,7 +31,7 @@ from torch import nn
 import tensorloop as tl
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Effect, Judge
-from tensorloop.loop.effects.notes import Notes
+from tensorloop.loop.effects.notes import StepNotes
 
 IMPORTS = {name: value for name, value in globals().items() if isinstance(value, types.ModuleType)}
 STATE = """
@@ -197,7 +197,7 @@ def judged(text: str) -> tuple[Effect | None, bool]:
 
 def said(found: dict[str, Any]) -> str:
     """The state as text."""
-    simple = "items names seen line raw numbers values kinds counted users total".split()
+    simple = ["items", "names", "seen", "line", "raw", "numbers", "values", "kinds", "counted", "users", "total"]
     parts = [repr(found.get(name)) for name in simple]
     parts += [repr(vars(found["item"])), repr(found["Borg"].shared)]
     parts += [str(found["Holder"].n), str(found["slots"].n), repr(vars(found["function"])), found["text"].getvalue()]
@@ -290,7 +290,7 @@ def test_what_a_step_has_made_is_not_kept() -> None:
 
 
 def test_notes_hold_nothing_new() -> None:
-    notes = Notes()
+    notes = StepNotes()
     judge = Judge(notes)
     with following(judge):
         [].append(1)

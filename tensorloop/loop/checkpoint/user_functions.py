@@ -9,7 +9,7 @@ from tensorloop._common.scope import here
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Judge
-from tensorloop.loop.effects.notes import Notes, Paths
+from tensorloop.loop.effects.notes import StepNotes, Ways
 
 
 class Watched:
@@ -18,7 +18,7 @@ class Watched:
     def __init__(self, body: Any, captures: Captures) -> None:
         self.body, self.captures = body, captures
         self.on = True  # whether calls are recorded
-        self.notes, self.paths = Notes(), Paths()
+        self.notes, self.paths = StepNotes(), Ways()
 
     def __call__(self, *args: Any) -> Any:
         # No context manager sets and resets these: at every step it would cost as much as all the rest here.

@@ -13,13 +13,16 @@ import torch
 from torch import Tensor, nn
 
 from tensorloop.loop.effects import known
-from tensorloop.loop.effects.notes import ELEMENTS, GONE, Notes
-from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands
+from tensorloop.loop.effects.notes import ELEMENTS, GONE, StepNotes
+from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands, words
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
 _HARMLESS = frozenset(
-    "itemgetter attrgetter weakref ReferenceType _tuplegetter GenericAlias _GenericAlias TypeVar _SpecialGenericAlias".split()
+    words(
+        "itemgetter attrgetter weakref ReferenceType _tuplegetter GenericAlias _GenericAlias TypeVar "
+        "_SpecialGenericAlias"
+    )
 )
 _MOST = 4096
 _TENSOR = Tensor.__mro__[-2]  # the class in C below it
@@ -30,7 +33,7 @@ _harmless: dict[int, Any] = {}  # what may be called with anything, by id, which
 class Calls:
     """The part of a judge that is asked of calls."""
 
-    notes: Notes | None
+    notes: StepNotes | None
     is_new: Any
     writers: Any
     owns: Any
@@ -49,6 +52,7 @@ class Calls:
     made: set[int]  # what is known to be new, by id
 
     def call(self, frame: _Frame, how: tuple[int, tuple[str, ...]]) -> None:
+        """Judges CALL."""
         n, names = how
         found = operands(frame, n + 2)
         if found[0] is EMPTY:  # up to 3.12 NULL lies below the callable
@@ -58,11 +62,13 @@ class Calls:
         self.called(frame, f, args, names)
 
     def call_kw(self, frame: _Frame, n: int) -> None:
+        """Judges CALL_KW."""
         *found, names = operands(frame, n + 3)
         args = found[2:] if found[1] is EMPTY else found[1:]
         self.called(frame, found[0], args, names if isinstance(names, tuple) else ())
 
     def call_ex(self, frame: _Frame, flags: int) -> None:
+        """Judges CALL_FUNCTION_EX."""
         has_keywords = flags & 1 or sys.version_info >= (3, 14)
         found = operands(frame, 3 if has_keywords else 2)
         f_at = operands(frame, len(found) + (sys.version_info >= (3, 13)))[0]
@@ -73,7 +79,7 @@ class Calls:
         kwargs = kwargs if type(kwargs) is dict else {}
         self.called(frame, f_at, [*args, *kwargs.values()], tuple(kwargs))
 
-    def called(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...] = ()) -> None:  # noqa: C901, PLR0911 - a table
+    def called(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...] = ()) -> None:
         """Judges one call; `names` are those of the last of `args`."""
         if id(f) in _harmless and self.notes is None:
             return None
@@ -133,7 +139,7 @@ class Calls:
         if name in known.TORCHS_STATE or seeds:
             self.refuse(frame, f"calls {said}")
 
-    def _of_module(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:  # noqa: C901, PLR0912
+    def _of_module(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:
         module, name = getattr(f, "__module__", None) or "", f.__name__
         if module == "builtins":
             return self._built_in(frame, name, args)
@@ -226,7 +232,7 @@ class Calls:
         if callable(x) and not isinstance(x, (types.FunctionType, type)):
             self.called(frame, x, [])  # C calls C, which no event tells
 
-    def _of(self, frame: _Frame, owner: Any, name: str, args: list[Any]) -> None:  # noqa: C901, PLR0911, PLR0912 - a table
+    def _of(self, frame: _Frame, owner: Any, name: str, args: list[Any]) -> None:
         """A method in C."""
         kind = type(owner)
         if name in ("__setattr__", "__delattr__"):
@@ -255,9 +261,9 @@ class Calls:
             return self.attribute(frame, args[0], owner.__name__, args[1] if len(args) > 1 else GONE)
         if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
             return self._arguments(frame, name, args)
-        if self.notes is not None and name in known.WRITES:
-            if self.is_new(owner) or self.notes.writes(owner, ELEMENTS, 0):
-                return self._arguments(frame, name, args)
+        writes = self.notes is not None and name in known.WRITES
+        if writes and (self.is_new(owner) or self.notes.writes(owner, ELEMENTS, 0)):  # pyright: ignore[reportOptionalMemberAccess]
+            return self._arguments(frame, name, args)
         if name in known.READS[object]:
             return self.reads(frame, owner)
         if isinstance(owner, ContextVar):

@@ -19,24 +19,25 @@ from torch import Tensor
 
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.loop.effects import known
-from tensorloop.loop.effects.instructions import Check, begins_at, blocks_of, checks_of
+from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, blocks_of, checks_of
 from tensorloop.loop.effects.judge import Effect, Judge
 from tensorloop.loop.effects.notes import Undone
 from tensorloop.loop.effects.operands import by_code, steps_of
 
+_monitoring: Any = getattr(sys, "monitoring", None)
 R = TypeVar("R")
 _resting: dict[Any, bool] = {}
 _functions = [0, False]  # how many kinds of custom Functions there were, and whether one is the user's
 _CALL_BACK = frozenset({torch.autograd.grad, torch.autograd.backward, Tensor.backward})
-_Followed = list[tuple[Judge, dict[int, Check]]]
+_Followed = list[tuple[Judge, dict[int, InstructionCheck]]]
 
 
-class _Here(threading.local):
+class _FollowedHere(threading.local):
     judges: tuple[Judge, ...] = ()  # of steps that run in this thread, outermost first
     rests = 0
 
 
-_here = _Here()
+_here = _FollowedHere()
 
 
 @contextmanager
@@ -167,12 +168,12 @@ def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
         return None
     frame.f_trace_opcodes, frame.f_trace_lines = True, False
     one = len(followed) == 1 and followed[0][0].paths is None
-    return _Frame(followed).local if one else _Frame(followed).local_of_all
+    return _FrameFollower(followed).local if one else _FrameFollower(followed).local_of_all
 
 
 @runs_eagerly
-class _Frame:
-    """Follows one frame, by `local`, which is given to the interpreter and is no function of its own to be held by it."""
+class _FrameFollower:
+    """Follows one frame, by its method `local`: a closure would hold itself."""
 
     __slots__ = ("before", "check_at", "followed", "raised")
 
@@ -226,12 +227,12 @@ def _on_start(code: CodeType, offset: int) -> Any:
     if not followed:
         _frames.pop(id(frame), None)
         never = known.is_trusted(known.module_of(frame)) and not code.co_flags & 0x2A0
-        return sys.monitoring.DISABLE if never else None
+        return _monitoring.DISABLE if never else None
     _frames[id(frame)] = followed
-    events = sys.monitoring.events
+    events = _monitoring.events
     if sys.version_info >= (3, 13):  # which forgets them once where another tool turns up
-        sys.monitoring.set_local_events(_tool[0], code, 0)
-    sys.monitoring.set_local_events(_tool[0], code, events.INSTRUCTION)
+        _monitoring.set_local_events(_tool[0], code, 0)
+    _monitoring.set_local_events(_tool[0], code, events.INSTRUCTION)
     if offset <= begins_at(code):
         _silent[id(frame)] = frame
     return None
@@ -245,7 +246,7 @@ def _on_instruction(code: CodeType, offset: int) -> Any:
         if (followed := _frames.get(id(frame))) is not None:
             _before(followed, frame, offset)
     asked = offset in checks_of(code, True) or offset in blocks_of(code) or offset == _first(code)
-    return None if asked else sys.monitoring.DISABLE
+    return None if asked else _monitoring.DISABLE
 
 
 @by_code
@@ -263,7 +264,7 @@ def _on_raise(code: CodeType, offset: int, error: BaseException) -> None:
 
 
 def _use_tool() -> None:
-    m = sys.monitoring
+    m = _monitoring
     found = next((i for i in (4, 3, 5, 2, 1, 0) if m.get_tool(i) is None), None)
     if found is None:
         raise RuntimeError("all six tools of sys.monitoring are taken, so that nobody can see what a body does")

@@ -1,13 +1,13 @@
-"""Which instructions of a code are looked at, and by which check: those that may store, call, or read what was stored."""
+"""Which instructions of a code are checked, and how: those that may store, call, or read what was stored."""
 
 import dis
 from types import CodeType
 from typing import Any, NamedTuple
 
 from tensorloop.loop.effects.known import is_compiled
-from tensorloop.loop.effects.operands import by_code, handlers, steps_of
+from tensorloop.loop.effects.operands import by_code, handlers, steps_of, words
 
-_IN_PLACE = "add and floordiv lshift matmul mul mod or pow rshift sub truediv xor".split()
+_IN_PLACE = words("add and floordiv lshift matmul mul mod or pow rshift sub truediv xor")
 _ITERATES = frozenset({"GET_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "GET_YIELD_FROM_ITER"})
 _MAKES_DICT = frozenset({"BUILD_MAP", "BUILD_CONST_KEY_MAP"})
 _CALLS = {"CALL": "call", "CALL_KW": "call_kw", "CALL_FUNCTION_EX": "call_ex"}
@@ -28,7 +28,7 @@ def _makes(code: CodeType) -> frozenset[str]:
     return _MAKES_DICT | {"BUILD_LIST"} if is_compiled(code) else _MAKES_DICT
 
 
-class Check(NamedTuple):
+class InstructionCheck(NamedTuple):
     """What is asked before an instruction: a method of `Judge` and its argument."""
 
     method: str | None
@@ -38,9 +38,9 @@ class Check(NamedTuple):
 
 
 @by_code
-def checks_of(code: CodeType, reads: bool) -> dict[int, Check]:
+def checks_of(code: CodeType, reads: bool) -> dict[int, InstructionCheck]:
     """The checks of a code by offset; `reads` says whether what is read matters, too."""
-    table, follows, keywords = dict[int, Check](), False, ()
+    table, follows, keywords = dict[int, InstructionCheck](), False, ()
     counted = set[int]()  # where what is counted on is stored
     for k, i in enumerate(steps_of(code)):
         if i.opname in ("CACHE", "EXTENDED_ARG", "PRECALL"):
@@ -54,7 +54,7 @@ def checks_of(code: CodeType, reads: bool) -> dict[int, Check]:
         if method == "call":
             argument, keywords = (i.arg, keywords), ()
         if method is not None or follows:
-            table[i.offset] = Check(method, argument, follows, i.offset in counted)
+            table[i.offset] = InstructionCheck(method, argument, follows, i.offset in counted)
         follows = i.opname in _makes(code) or i.opname in _CALLS
     return table
 

@@ -19,8 +19,8 @@ from tensorloop._common import pytree
 from tensorloop._common.user_line import UserLine
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.calls import Calls
-from tensorloop.loop.effects.instructions import Check, begins_at, checks_of
-from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, Notes, Paths, class_with, home, of_class
+from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, checks_of
+from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, StepNotes, Ways, class_with, home, of_class
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands, said
 
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
@@ -47,13 +47,13 @@ class Judge(Calls):
     followed until all ways through it were.
     """
 
-    def __init__(self, notes: Notes | None = None, paths: Paths | None = None, given: Iterable[Any] = ()) -> None:
+    def __init__(self, notes: StepNotes | None = None, paths: Ways | None = None, given: Iterable[Any] = ()) -> None:
         self.notes, self.paths = notes, paths
         self.resting = False  # whether what runs is said to have no effects
         self.seen: Effect | None = None
         self.raised: set[int] = set()  # by id: an exception holds frames, and those the step's tensors
-        # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing is held:
-        # loops inside look whether anything of a step lives on.
+        # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing needs
+        # to be held: loops inside look whether anything of a step lives on.
         self.made = set[int]()
         self._begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
@@ -86,7 +86,7 @@ class Judge(Calls):
 
     # -- frames
 
-    def starts(self, frame: types.FrameType) -> dict[int, Check]:
+    def starts(self, frame: types.FrameType) -> dict[int, InstructionCheck]:
         """The checks of a frame that begins or goes on; none where its code is not followed."""
         code = frame.f_code
         writers = self.writers()
@@ -108,7 +108,7 @@ class Judge(Calls):
                 self.made.add(id(found))
         return checks_of(code, self.notes is not None)
 
-    def before(self, frame: types.FrameType, check: Check) -> None:
+    def before(self, frame: types.FrameType, check: InstructionCheck) -> None:
         """Asks before one instruction."""
         if check.after_maker and id(frame) in self._makes:
             self._makes.discard(id(frame))
@@ -160,7 +160,7 @@ class Judge(Calls):
         return isinstance(x, known.OWNERS) and self.is_new(x)
 
     def makes(self, frame: types.FrameType, _: Any = None) -> None:
-        """Notes that what the next instruction finds on top is new."""
+        """StepNotes that what the next instruction finds on top is new."""
         self._makes.add(id(frame))
 
     # -- stores
@@ -179,6 +179,7 @@ class Judge(Calls):
         self.refuse(frame, what, was is None or was is GONE)
 
     def store_name(self, frame: types.FrameType, name: str) -> None:
+        """Judges STORE_NAME, of code that is executed."""
         if frame.f_back is not None and known.is_trusted(known.module_of(frame.f_back)):
             return  # what a library executes, as dataclasses do
         if frame.f_locals is frame.f_globals:
@@ -187,13 +188,16 @@ class Judge(Calls):
             self.refuse(frame, f"sets {name} where code is executed")
 
     def store_global(self, frame: types.FrameType, name: str) -> None:
+        """Judges STORE_GLOBAL."""
         (value,) = operands(frame, 1)
         self.stores(frame, frame.f_globals, name, frame.f_globals.get(name, GONE), value, f"sets the global {name}")
 
     def delete_global(self, frame: types.FrameType, name: str) -> None:
+        """Judges DELETE_GLOBAL."""
         self.refuse(frame, f"deletes the global {name}")
 
     def store_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
+        """Judges STORE_DEREF."""
         i, name = at
         (value,) = operands(frame, 1)
         found = cell(frame, i)
@@ -204,10 +208,12 @@ class Judge(Calls):
             self.stores(frame, found, CONTENTS, _contents(found), value, f"sets {name}, a variable of its closure")
 
     def store_attr(self, frame: types.FrameType, name: str) -> None:
+        """Judges STORE_ATTR."""
         value, owner = operands(frame, 2)
         self.attribute(frame, owner, name, value, 0)
 
     def delete_attr(self, frame: types.FrameType, name: str) -> None:
+        """Judges DELETE_ATTR."""
         self.attribute(frame, operands(frame, 1)[0], name, GONE, 0)
 
     def attribute(self, frame: types.FrameType, owner: Any, name: str, value: Any, depth: int | None = None) -> None:
@@ -237,13 +243,16 @@ class Judge(Calls):
         self.stores(frame, place, key, of_class(owner, name) if was is GONE else was, value, what)
 
     def store_item(self, frame: types.FrameType, _: Any) -> None:
+        """Judges STORE_SUBSCR."""
         value, container, key = operands(frame, 3)
         self.item(frame, container, key, value)
 
     def delete_item(self, frame: types.FrameType, _: Any) -> None:
+        """Judges DELETE_SUBSCR."""
         self.changes(frame, operands(frame, 2)[0], "deletes an item of", "__delitem__")
 
     def store_slice(self, frame: types.FrameType, _: Any) -> None:
+        """Judges STORE_SLICE."""
         self.changes(frame, operands(frame, 4)[1], "sets items of")
 
     def item(self, frame: types.FrameType, x: Any, key: Any, value: Any) -> None:
@@ -282,6 +291,7 @@ class Judge(Calls):
                 self.seen = self.seen or effect
 
     def in_place(self, frame: types.FrameType, name: str) -> None:
+        """Judges an operator that may change its left side."""
         left = operands(frame, 2)[0]
         if isinstance(left, (*known.PLAIN, Tensor)):
             return
@@ -305,13 +315,16 @@ class Judge(Calls):
             self.refuse(frame, f"reads {said_so} to which an earlier step has written")
 
     def read_global(self, frame: types.FrameType, name: str) -> None:
+        """Judges LOAD_GLOBAL."""
         self.reads(frame, frame.f_globals, name, f"the global {name}")
 
     def read_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
+        """Judges LOAD_DEREF."""
         if self.notes is not None:
             self.reads(frame, cell(frame, at[0]), CONTENTS, f"{at[1]}, a variable of its closure,")
 
     def read_attr(self, frame: types.FrameType, name: str) -> None:
+        """Judges LOAD_ATTR."""
         if self.notes is not None:
             self.attribute_read(frame, operands(frame, 1)[0], name)
 
@@ -332,16 +345,18 @@ class Judge(Calls):
             self.reads(frame, base, name, what)
 
     def operands(self, frame: types.FrameType, n: int) -> None:
+        """Judges that the upper n values are read."""
         if self.notes is not None:
             for x in operands(frame, n):
                 self.reads(frame, x)
 
     def reads_item(self, frame: types.FrameType, counted: bool) -> None:
+        """Judges that an item is read."""
         container, key = operands(frame, 2)
-        if isinstance(container, collections.defaultdict) and not self.is_new(container):
-            if _item(container, key) is GONE:
-                what = "makes an item of a defaultdict from outside by reading it"
-                self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
+        makes = isinstance(container, collections.defaultdict) and _item(container, key) is GONE
+        if makes and not self.is_new(container):
+            what = "makes an item of a defaultdict from outside by reading it"
+            self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
@@ -352,9 +367,11 @@ class Judge(Calls):
             self.refuse(frame, "asks whether two tensors that it was given are the same")
 
     def iterates(self, frame: types.FrameType, _: Any) -> None:
+        """Judges that the top value is iterated over."""
         self.taken(frame, operands(frame, 1)[0])
 
     def contains(self, frame: types.FrameType, _: Any) -> None:
+        """Judges `in`."""
         self.taken(frame, operands(frame, 1)[0])
         self.operands(frame, 2)
 
@@ -370,20 +387,26 @@ class Judge(Calls):
             self.refuse(frame, f"takes the next of a {kind.__name__} from outside")
 
     def gives_dict(self, frame: types.FrameType, _: Any) -> None:
+        """Judges that `__dict__` is asked for."""
         self.note_dict(operands(frame, 1)[0])
 
     def note_dict(self, owner: Any) -> None:
         """Before `owner.__dict__`: it is as old as its owner."""
         found = known.dict_of(owner)
         if type(found) is dict and id(found) not in self.made:
-            (self.made if self.is_new(owner) else self._older_dicts)[id(found)] = found
+            if self.is_new(owner):
+                self.made.add(id(found))
+            else:
+                self._older_dicts[id(found)] = found
 
     # -- types
 
     def asks_class(self, frame: types.FrameType, _: Any) -> None:
+        """Judges that `__class__` is asked for."""
         self.number(frame, operands(frame, 1)[0], None)
 
     def is_class(self, frame: types.FrameType, _: Any) -> None:
+        """Judges MATCH_CLASS."""
         subject, kind, _ = operands(frame, 3)
         self.number(frame, subject, kind)
 
@@ -402,6 +425,7 @@ class Judge(Calls):
             self.refuse(frame, "asks for the type of a number that the loop gives")
 
     def enters(self, frame: types.FrameType, _: Any) -> None:
+        """Judges that a `with` begins."""
         manager = operands(frame, 1)[0]
         kind = type(manager)
         if manager is UNKNOWN or (

@@ -8,7 +8,6 @@ import _random
 import array
 import collections
 import functools
-import importlib
 import io
 import re
 import sys
@@ -16,13 +15,17 @@ import threading
 import types
 from typing import Any
 
+from tensorloop.loop.effects.operands import words
+
 # Whose Python code is left to those who look at torch's operations, or is known to change nothing that lasts.
-LIBRARIES = frozenset("torch tensorloop numpy optree sympy numba llvmlite _pytest pytest hypothesis".split())
+LIBRARIES = frozenset(words("torch tensorloop numpy optree sympy numba llvmlite _pytest pytest hypothesis"))
 _NOT_TRUSTED = ("torch.optim", "torch.random", "torch.utils.data", "torch.utils.tensorboard")
 _STANDARD = frozenset(
-    "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib importlib._bootstrap "
-    "importlib._bootstrap_external linecache tokenize operator copyreg collections.abc traceback "
-    "re._compiler re._parser reprlib".split()
+    words(
+        "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib "
+        "importlib._bootstrap importlib._bootstrap_external linecache tokenize operator copyreg "
+        "collections.abc traceback re._compiler re._parser reprlib"
+    )
 )
 # What only writes or waits, so that loops with checkpoints may do it: no step reads what they note.
 _WRITERS = frozenset({"logging", "tqdm", "warnings", "threading", "concurrent"})
@@ -50,13 +53,15 @@ _READS = {
     "__class__ __init__ __new__ __enter__ __exit__",
 }
 READS = {kind: frozenset(names.split()) for kind, names in _READS.items()}
-WRITES = frozenset("append extend add write writelines put put_nowait appendleft update insert flush".split())
+WRITES = frozenset(words("append extend add write writelines put put_nowait appendleft update insert flush"))
 
 _BUILT_IN = types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType
 OUTSIDE = frozenset({"print", "input", "open", "exec", "breakpoint"})
 _PURE_MODULES = frozenset(
-    "builtins math cmath _operator _functools itertools _warnings _abc _struct _collections _stat _sre _typing _string "
-    "_json _weakref _codecs".split()
+    words(
+        "builtins math cmath _operator _functools itertools _warnings _abc _struct _collections _stat _sre "
+        "_typing _string _json _weakref _codecs"
+    )
 )
 _PURE_OF = {
     "posix": "fspath getpid getcwd stat lstat get_terminal_size cpu_count",
@@ -70,33 +75,44 @@ _NOT_PURE = frozenset({"pack_into", "register", "register_error"})
 _PURE_OF = {module: frozenset(names.split()) for module, names in _PURE_OF.items()}
 # Functions that change their first argument.
 CHANGES_FIRST = frozenset(
-    "setitem delitem iadd isub imul iconcat ior iand ixor itruediv ifloordiv imod ipow ilshift irshift imatmul "
-    "heappush heappop heapify heapreplace heappushpop _heapreplace_max _heappop_max _heapify_max "
-    "insort insort_left insort_right _count_elements copyto put place putmask fill_diagonal put_along_axis".split()
+    words(
+        "setitem delitem iadd isub imul iconcat ior iand ixor itruediv ifloordiv imod ipow ilshift irshift "
+        "imatmul heappush heappop heapify heapreplace heappushpop _heapreplace_max _heappop_max _heapify_max "
+        "insort insort_left insort_right _count_elements copyto put place putmask fill_diagonal "
+        "put_along_axis"
+    )
 )
 TAKING = frozenset({"heappop", "heapreplace", "heappushpop"})  # those that return what was in it
 CHANGING_ARRAYS = frozenset(
-    "fill sort put resize itemset partition setfield byteswap setflags __setitem__ __iadd__ __isub__ __imul__ "
-    "__itruediv__ __setstate__".split()
+    words(
+        "fill sort put resize itemset partition setfield byteswap setflags __setitem__ __iadd__ __isub__ "
+        "__imul__ __itruediv__ __setstate__"
+    )
 )
 # Functions in C that call what they are given.
 CALLING = frozenset(
-    "map filter reduce sorted min max accumulate starmap groupby takewhile dropwhile filterfalse iter "
-    "defaultdict sort Thread Timer".split()
+    words(
+        "map filter reduce sorted min max accumulate starmap groupby takewhile dropwhile filterfalse iter "
+        "defaultdict sort Thread Timer"
+    )
 )
 # Calls whose result is new, though the collector does not see it.
-MAKERS = frozenset("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype iter".split())
+MAKERS = frozenset(words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype iter"))
 
-SEEDS = frozenset("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset".split())
+SEEDS = frozenset(words("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset"))
 TORCHS_STATE = frozenset(  # what is torch's own; grad modes are looked at elsewhere
-    "seed seed_all set_default_dtype set_default_device set_default_tensor_type set_deterministic "
-    "use_deterministic_algorithms set_float32_matmul_precision set_printoptions set_anomaly_enabled".split()
+    words(
+        "seed seed_all set_default_dtype set_default_device set_default_tensor_type set_deterministic "
+        "use_deterministic_algorithms set_float32_matmul_precision set_printoptions set_anomaly_enabled"
+    )
 )
 OF_MODULES = frozenset(
-    "train eval to cpu cuda half float double bfloat16 type apply zero_grad requires_grad_ load_state_dict add_module "
-    "register_module register_buffer register_parameter register_forward_hook register_forward_pre_hook "
-    "register_full_backward_hook register_full_backward_pre_hook share_memory to_empty append extend insert pop update "
-    "clear compile set_extra_state set_submodule".split()
+    words(
+        "train eval to cpu cuda half float double bfloat16 type apply zero_grad requires_grad_ "
+        "load_state_dict add_module register_module register_buffer register_parameter register_forward_hook "
+        "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook share_memory "
+        "to_empty append extend insert pop update clear compile set_extra_state set_submodule"
+    )
 )
 
 
@@ -139,7 +155,9 @@ def is_compiled(code: types.CodeType) -> bool:
     return any(x.startswith(_COMPILED) for x in (code.co_name, *code.co_names))
 
 
-_imported: Any = getattr(importlib._bootstrap, "_module_locks", True)  # not empty while something is imported
+_imported: Any = getattr(
+    sys.modules.get("importlib._bootstrap"), "_module_locks", True
+)  # not empty while something is imported
 
 
 def imports(frame: types.FrameType | None) -> bool:

@@ -26,7 +26,7 @@ CONTENTS = "its contents"  # of a variable of a closure
 _SLOTS = MemberDescriptorType, GetSetDescriptorType
 
 
-class Notes:
+class StepNotes:
     """What has been written and read by now, by the object and what of it: a name, a key, or one of the words above."""
 
     writers = True  # whether what only writes may run: print, logging
@@ -45,7 +45,7 @@ class Notes:
         self.news = False
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
-        """Notes a write; whether it is right. `anew` says that it does not depend on what was there."""
+        """StepNotes a write; whether it is right. `anew` says that it does not depend on what was there."""
         key = id(owner), name
         written = self._written.get(key)
         appears = written is None and (was is None or was is GONE)
@@ -61,7 +61,7 @@ class Notes:
         return True
 
     def reads(self, owner: Any, name: Any) -> bool:
-        """Notes a read; whether it is right."""
+        """StepNotes a read; whether it is right."""
         key = id(owner), name
         written = self._written.get(key)
         if written is not None and written[1] == self.step:
@@ -85,7 +85,7 @@ class Notes:
         return wrote
 
 
-class Undone(Notes):
+class Undone(StepNotes):
     """Of one step that is undone: it may write whatever can be put back."""
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
@@ -98,8 +98,8 @@ class Undone(Notes):
         return True
 
 
-class Asked(Notes):
-    """What a condition writes that is asked in Python between compiled steps: right as long as the body reads none of it.
+class Asked(StepNotes):
+    """What a condition writes that is asked in Python between compiled steps, and that the body must not read.
 
     The body itself (`writers` False) may write nothing.
     """
@@ -189,7 +189,7 @@ def of_class(owner: Any, name: str) -> Any:
         return GONE
 
 
-class Paths:
+class Ways:
     """Which ways through the user's code were followed: a code of which all were is not followed again.
 
     Not before a whole step was followed that brought nothing new: it finds what the steps before it have left.
@@ -201,7 +201,7 @@ class Paths:
         self._run: dict[int, tuple[CodeType, set[int]]] = {}  # by id: a code's hash is slow
 
     def run(self, code: CodeType, offset: int) -> None:
-        """Notes the beginning of a way, if it is one."""
+        """StepNotes the beginning of a way, if it is one."""
         if offset in blocks_of(code):
             run = self._run.setdefault(id(code), (code, set()))[1]
             self.news |= offset not in run

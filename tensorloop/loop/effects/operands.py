@@ -3,13 +3,14 @@
 CPython keeps them on a stack that no Python code sees. Where the layout of its frames is known, it is read by address:
 CPython 3.11 to 3.13, 64 bit, has `PyFrameObject.f_frame` at byte 24, the stack's height (3.11 alone) at 64 of what that
 points to, local variables from 72 on, and the stack behind them. An import-time test on a frame whose stack is known
-decides. Elsewhere (newer Pythons, free-threaded ones) a value is found by the instruction that pushed it, if that reads a
-variable or an attribute; any other is `UNKNOWN`, which to all who ask is an older object of any type.
+decides. Elsewhere (newer Pythons, free-threaded ones) a value is found by the instruction that pushed it, if that reads
+a variable or an attribute; any other is `UNKNOWN`, which to all who ask is an older object of any type.
 """
 
 import ctypes
 import dis
 import functools
+import itertools
 import sys
 from _ctypes import PyObj_FromPtr as _object_at  # pyright: ignore[reportMissingImports, reportUnknownVariableType]
 from collections.abc import Callable, Sequence
@@ -39,6 +40,11 @@ _NO_PUSH = (
 _TWO = {"LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "LOAD_METHOD"}
 
 
+def words(text: str) -> list[str]:
+    """The words of a text."""
+    return text.split()
+
+
 class _Nothing:
     def __init__(self, name: str) -> None:
         self.name = name
@@ -50,7 +56,7 @@ class _Nothing:
 _Nothing.__module__ = "builtins"  # nobody's: no table of modules says that it is harmless
 # NULL; a value that nobody can see; one that nobody can see, and that was made just now.
 EMPTY, UNKNOWN, NEW = _Nothing("NULL"), _Nothing("UNKNOWN"), _Nothing("NEW")
-_MAKE = frozenset("range enumerate zip reversed sorted list tuple dict set items values keys split".split())
+_MAKE = frozenset(words("range enumerate zip reversed sorted list tuple dict set items values keys split"))
 
 
 R = TypeVar("R")
@@ -124,7 +130,7 @@ def _variables(code: CodeType) -> int:
 def heights(code: CodeType) -> dict[int, int]:
     """How many values are on the stack before each instruction: the same on every way there."""
     steps = steps_of(code)
-    after = {a.offset: b.offset for a, b in zip(steps, steps[1:], strict=False)}
+    after = {a.offset: b.offset for a, b in itertools.pairwise(steps)}
     at = {i.offset: i for i in steps}
     found: dict[int, int] = {}
     todo: list[tuple[int | None, int]] = [(steps[0].offset, 0)]

@@ -51,7 +51,7 @@ def dtype_for(func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> torch.d
     return kind if whole and kind is torch.int64 else default if not whole and default in _WIDE else None
 
 
-class Given(NamedTuple):
+class GivenNumber(NamedTuple):
     """A number that an operation was given: where in the key it is, after how many calls of torch."""
 
     value: float
@@ -66,7 +66,7 @@ class Numbers:
 
     def __init__(self, key: list[Any], path: Sequence[Any]) -> None:
         self._key, self._path = key, path
-        self.given: list[Given] = []
+        self.given: list[GivenNumber] = []
         self.open = frozenset[int]()
         self.said = ""  # what the user is to be told of them
         self._operation, self._dtype = ("", 0), None
@@ -78,7 +78,7 @@ class Numbers:
     def note(self, x: Any) -> None:
         """Notes a number, the last entry of the key: of ints those for which a tensor can stand."""
         if self._operation[0] and (type(x) is float or (type(x) is int and self._dtype is not None)):
-            self.given.append(Given(x, len(self._key) - 1, self._operation, self._dtype, len(self._path)))
+            self.given.append(GivenNumber(x, len(self._key) - 1, self._operation, self._dtype, len(self._path)))
 
     def put(self, args: Any, kwargs: Any) -> tuple[Any, Any]:
         """The arguments of the operation at hand, with inputs for its numbers where they are open."""
@@ -114,7 +114,7 @@ def as_tensor(value: float, device: torch.device) -> Tensor:
     return torch.full((), value, dtype=torch.float64 if type(value) is float else torch.int64, device=device)
 
 
-class _Family:
+class _NumberFamily:
     """Steps that are the same but for numbers."""
 
     def __init__(self, first: Sequence[str | None]) -> None:
@@ -122,7 +122,7 @@ class _Family:
         self.left: set[Any] = set()  # numbers that cannot be opened, by their place, as they were met
 
 
-families: dict[Hashable, _Family] = {}
+families: dict[Hashable, _NumberFamily] = {}
 
 
 def find_open(skeleton: Hashable, numbers: Numbers, *, ints: bool) -> frozenset[int]:
@@ -130,7 +130,7 @@ def find_open(skeleton: Hashable, numbers: Numbers, *, ints: bool) -> frozenset[
     given, texts = numbers.given, numbers.texts()
     if len(families) >= MOST_FAMILIES:
         families.clear()
-    family = families.setdefault(skeleton, _Family(texts))
+    family = families.setdefault(skeleton, _NumberFamily(texts))
     others = [k for k, text in enumerate(texts) if text != family.first[k] and k not in family.open]
     if not others:
         family.left.add(())

@@ -1,4 +1,4 @@
-"""Around the user's code of one step that is looked at: what its Python may do is judged, and what was signalled counts."""
+"""Around the user's code of one step that is looked at: its Python is judged, and what was signalled counts."""
 
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager

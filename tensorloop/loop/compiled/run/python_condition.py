@@ -23,7 +23,7 @@ from tensorloop.loop.compiled.look.frame import CURE_OF_ROWS, ROWS_STOP, code_of
 from tensorloop.loop.compiled.look.look import Look
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Effect, Judge
-from tensorloop.loop.effects.notes import Paths
+from tensorloop.loop.effects.notes import Ways
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import refill, written_state
@@ -38,7 +38,7 @@ def is_known(loop: Loop) -> bool:
 
 
 def learn(loop: Loop) -> None:
-    """Notes that it was."""
+    """StepNotes that it was."""
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     _known.add(code_of(loop.until or loop.cond))
@@ -56,7 +56,7 @@ class PythonCondition:
         self.loop, self.going = loop, True
         self.stepped = copy.copy(loop)  # the steps, which know of no condition
         self.stepped.cond = self.stepped.until = None
-        self._paths = Paths()
+        self._paths = Ways()
         self.stepped.functions = tuple(f for f in loop.functions if f.what == "body_fn")
 
     def begin(self, look: Look) -> None:
