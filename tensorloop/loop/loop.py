@@ -127,8 +127,9 @@ class Loop:
     # -- one step
 
     def begin(self) -> State:
-        """The first state, which a body may change without the caller seeing it."""
-        return [own(x) for x in self.init]
+        """The first state, which a body may change without the caller seeing it. One tensor given twice stays one."""
+        owned = {id(x): own(x) for x in self.init if isinstance(x, Tensor)}
+        return [owned[id(x)] if isinstance(x, Tensor) else own(x) for x in self.init]
 
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """Step t: the next state and y."""

@@ -187,7 +187,8 @@ class Frame:
             results = self._run(watch, carry, row)
         if isinstance(watch, OperationLog) and watch.writes:
             plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
-            refuse_shared(watch, (*carry, *row), [results.carry[k] for k in plain], row)
+            begins, ends = ([x[k] for k in plain] for x in (self.carry, results.carry))
+            refuse_shared(watch, (*carry, *row), begins, ends, row)
         return results
 
     def _run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:

@@ -46,10 +46,12 @@ def judged(calls: CallWatch, asked: Asked | None) -> Iterator[None]:
         judge.end()
 
 
-def refuse_shared(log: OperationLog, given: Sequence[Tensor], carry: Sequence[Tensor], row: Sequence[Tensor]) -> None:
-    """Refuses a step that writes to what it is given, where the next carry shares memory.
+def refuse_shared(
+    log: OperationLog, given: Sequence[Tensor], begins: Sequence[Tensor], carry: Sequence[Tensor], row: Sequence[Tensor]
+) -> None:
+    """Refuses a step that writes to what it is given, where leaves of a carry share memory: a plan gives each its own.
 
-    A plan gives each leaf memory of its own.
+    `begins` is the carry that the loop has before the step, and `carry` the next one.
     """
     if not log.writes & {storage_of(x) for x in given}:
         return
@@ -57,9 +59,13 @@ def refuse_shared(log: OperationLog, given: Sequence[Tensor], carry: Sequence[Te
     ids = {id(x) for x in given}
     met |= {storage_of(x): "a tensor from outside" for x in carry if not (log.made(x) or id(x) in ids)}
     for x in carry:
-        if (other := met.get(storage_of(x))) is not None:
-            raise Refused(
-                f"the body writes to its carry in place, and the next carry shares memory with {other}",
-                "clone() it in the body",
-            )
+        _refuse_met(met.get(storage_of(x)))
         met[storage_of(x)] = "another leaf of it"
+    if len({storage_of(x) for x in begins}) < len(begins):
+        _refuse_met("another leaf of it")
+
+
+def _refuse_met(other: str | None) -> None:
+    if other is not None:
+        reason = f"the body writes to its carry in place, and a leaf of the carry shares memory with {other}"
+        raise Refused(reason, "clone() it in the body, or before the loop")
