@@ -264,7 +264,8 @@ def test_what_a_thread_of_the_body_makes_is_part_of_the_step(in_thread: Callable
         threads.submit(lambda: [ahead + 1 for _ in range(20_000)]).result()
 
         def program(loops: Any, init: Tensor, w: Tensor) -> Any:
-            body = lambda i, c: rotate(threads.submit(in_thread, c, w).result().cos()) + c  # noqa: E731
+            there = tl.loop.pure(lambda c: threads.submit(in_thread, c, w).result())
+            body = lambda i, c: rotate(there(c).cos()) + c  # noqa: E731
             return loops.fori_loop(0, 5, body, init * 1)
 
         with ThreadPoolExecutor(1) as fresh:  # whose own numbers begin at 0, whatever ran before

@@ -305,7 +305,7 @@ def test_all_else_that_python_does_with_a_number_is_refused(body: Callable[[Tens
     def run(compile: Any, h: Tensor, xs: Tensor) -> Any:
         return tl.scan(lambda h, x: (torch.sin(h), body(h, x)), h, xs, compile=compile)
 
-    with pytest.raises(RuntimeError, match=r"\.item\(\) (reads a value in Python|gave)"):
+    with pytest.raises(RuntimeError, match=r"\.item\(\) (reads a value in Python|gave)|asks for the type of a number"):
         run("strict", torch.ones(3), xs)
 
 

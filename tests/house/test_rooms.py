@@ -89,7 +89,6 @@ _CONTRACTS = {f"compiler.{name}" for name in _SHARED}
 _EMITTER = ("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write")
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
-    "loop.effects": set[str](),
     "loop.checkpoint": {"loop.advice", "loop.effects", "loop.loop"},
     "loop.compiled": {
         *("loop.advice", "loop.loop", "loop.rows_loop", "loop.checkpoint", "loop.effects"),
@@ -122,7 +121,7 @@ INNER = {
         *(f"packed.{name}" for name in ("base", "dim", "dispatch", "index", "reduce")),
         *("packed.reordered", "packed.segment_reduce", "packed.segments"),
     },
-    "memory.counting": set[str](),
+    **dict.fromkeys(("loop.effects", "memory.counting"), set[str]()),
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
     "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.past"},
@@ -137,10 +136,10 @@ def _of(room: str, names: str) -> list[str]:
 # Their doors, for all in the room around.
 INNER_DOORS = {
     *_of("loop.checkpoint", "adjoint closures dependence in_order leaving named_values node options snapshots"),
-    *_of("loop.effects", "caught follow judge known notes"),
     *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
     *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
     *_of("loop.compiled.look", "second_look template values_read"),
+    *_of("loop.effects", "caught follow judge known notes"),
     *_of("loop.compiled.run", "array_plan blocks node plan program python_condition results rows_apart stretches"),
     "compiler.graph.core_operations",
     *_of("compiler.emitter.ir", "arrays code failures kernels machine vector_math"),

@@ -65,6 +65,7 @@ class Sweep:
                     raise Misuse(f"the schedule's sweep ended at step {self.loop.taken}, where the loop goes on")
             captures.settle()
             captures.check_versions()
+            self.steps.body.forget()
             _leaving.warn(self.steps.name, self.constants.code, leaving)
         finally:
             self.conditions.given = (None, None)

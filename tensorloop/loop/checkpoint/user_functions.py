@@ -35,6 +35,10 @@ class Watched:
         finally:
             here.recorder, here.nodes, here.in_library = outer, nodes, in_library
 
+    def forget(self) -> None:
+        """The sweep is over: what its steps have written is no matter any more, and nothing of it is held."""
+        self.notes = StepNotes()
+
     def _followed(self, args: tuple[Any, ...]) -> Any:
         """Runs the body, and refuses what its Python does that a replay would do again, or find changed."""
         judge, out = Judge(self.notes, self.paths, args), None

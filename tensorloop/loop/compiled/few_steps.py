@@ -6,6 +6,7 @@ were all too short. One call of enough steps, compiled or eager, and it is compi
 
 from collections.abc import Hashable, Iterator
 from functools import partial
+from types import FunctionType, MethodType
 from typing import Any
 
 import torch
@@ -77,7 +78,9 @@ def _of_function(function: Any) -> Iterator[Hashable]:
     while isinstance(function, partial):
         given += [*function.args, *function.keywords.values()]
         function = function.func
-    given.append(getattr(function, "__self__", None))
-    cells = getattr(getattr(function, "__func__", function), "__closure__", None) or ()
+    if isinstance(function, MethodType):
+        given.append(function.__self__)
+        function = function.__func__
+    cells = (function.__closure__ or ()) if isinstance(function, FunctionType) else ()
     for x in (*given, *map(contents, cells)):
         yield x if type(x) in (int, bool, str) else id(x) if isinstance(x, Module) else code_of(x)

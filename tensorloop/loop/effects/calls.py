@@ -253,7 +253,8 @@ class Calls:
             return self.item(frame, owner, *args)
         if known.is_torchs(kind):
             if isinstance(owner, torch.Generator):
-                if self.generators is not None and id(owner) not in self.generators:
+                users = name in known.SEEDS and owner is not torch.default_generator
+                if users and self.generators is not None and id(owner) not in self.generators:
                     self.generators[id(owner)] = owner, owner.get_state()
                 self._torchs_state(frame, f"{name}() of a torch.Generator", name)
             return None

@@ -140,7 +140,7 @@ def is_of_library(frame: types.FrameType, writers: bool) -> bool:
     if module_of(frame) in ("weakref", "_weakrefset") and "__init__.<locals>" in frame.f_code.co_qualname:
         return True  # it is called when an object dies, and forgets it
     at: types.FrameType | None = frame
-    while at is not None and _is_standard(module_of(at)):
+    while at is not None and (_is_standard(module_of(at)) or module_of(at) == "torch.random"):
         if writers and module_of(at).partition(".")[0] in _WRITERS:
             return True
         at = at.f_back

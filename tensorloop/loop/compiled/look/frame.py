@@ -3,7 +3,7 @@
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache, partial
-from types import CellType, FunctionType
+from types import CellType, FunctionType, MethodType
 from typing import Any, NamedTuple
 
 import torch
@@ -439,7 +439,7 @@ def code_of(function: Any) -> Any:
     """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
     while isinstance(function, partial):
         function = function.func
-    function = getattr(function, "__func__", function)
+    function = function.__func__ if isinstance(function, MethodType) else function
     if not isinstance(function, FunctionType):
         return type(function)
     inner = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
