@@ -279,6 +279,13 @@ def _use_tool() -> None:
     _tool.append(found)
 
 
+def _let_go(judge: Judge) -> None:
+    """Generators of a step inside are over with it: their frames, which hold its tensors, are not held any longer."""
+    for outer in _here.judges:
+        for key in judge.begun:
+            outer.begun.pop(key, None)
+
+
 # -- what differs
 
 
@@ -299,6 +306,7 @@ if sys.version_info >= (3, 12):
             judge.seen = Effect("runs code of which no events come", (frame.f_code.co_filename, frame.f_lineno))
         _silent.clear()
         _here.judges, _here.rests = state
+        _let_go(judge)
         if not _here.judges:
             _frames.clear()
 
@@ -323,6 +331,7 @@ else:
         now = sys.gettrace()
         sys.settrace(state[1])
         judge, _here.judges = _here.judges[-1], state[0]
+        _let_go(judge)
         if now is not _on_call and judge.seen is None and now is not None:  # a debugger was begun in the body, say
             judge.seen = Effect("sets another trace function", ("<unknown>", 0))
 

@@ -55,7 +55,7 @@ class Judge(Calls):
         # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing needs
         # to be held: loops inside look whether anything of a step lives on.
         self.made = set[int]()
-        self._begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
+        self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
         self._contexts = dict[int, tuple[ContextVar[Any], Any, Effect]]()  # those that were set, and what they were
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
@@ -71,7 +71,7 @@ class Judge(Calls):
 
     def end(self) -> None:
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
-        self._begun, self._older_dicts, self._young, self._mark = {}, {}, None, None
+        self.begun, self._older_dicts, self._young, self._mark = {}, {}, None, None
         _COUNTED["n"] -= 1
         if not _COUNTED["n"] and _COUNTED["collects"]:
             gc.enable()
@@ -96,10 +96,10 @@ class Judge(Calls):
             return {}
         if self.paths is not None and self.paths.knows(code):
             return {}
-        if code.co_flags & _GENERATORS and id(frame) not in self._begun:
+        if code.co_flags & _GENERATORS and id(frame) not in self.begun:
             if frame.f_lasti > begins_at(code):
                 self.refuse(frame.f_back or frame, f"takes the next of {code.co_name}, a generator begun before")
-            self._begun[id(frame)] = frame
+            self.begun[id(frame)] = frame
         if code.co_flags & _KEYWORDS:
             names = frame.f_locals
             place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
