@@ -121,7 +121,7 @@ INNER = {
         *(f"packed.{name}" for name in ("base", "dim", "dispatch", "index", "reduce")),
         *("packed.reordered", "packed.segment_reduce", "packed.segments"),
     },
-    **dict.fromkeys(("loop.effects", "memory.counting"), set[str]()),
+    **{name: set[str]() for name in ("loop.effects", "memory.counting")},
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
     "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.past"},
