@@ -162,7 +162,7 @@ def _begin_scan(make: MakeScan, init: FirstOnly, slices: Slices) -> tuple[Any, A
     begun = make(FirstStep, init.carry, first)
     carry, y = run_scan(begun, None, False, False)
     ends = slices.length == 1 or (isinstance(begun, FirstStep) and begun.met)
-    return carry, y, None if ends else make(Loop, carry, rest)
+    return carry, y, None if ends else _going_on(make(Loop, carry, rest))
 
 
 def while_loop(
@@ -182,7 +182,7 @@ def while_loop(
         return carry, ended.taken
     with _counted_anew():
         ended, carry = run_loop(
-            make(None, carry, None if max_steps is None else max_steps - 1), checkpoints, progress, compile
+            _going_on(make(None, carry, None if max_steps is None else max_steps - 1)), checkpoints, progress, compile
         )
     return carry, ended.steps() + 1
 
@@ -199,7 +199,13 @@ def fori_loop(
     _check(checkpoints, compile)
     _, carry = run_loop(make(FirstStep, init.carry, lower), None, False)
     with _counted_anew():
-        return run_loop(make(Loop, carry, lower + 1), checkpoints, progress, compile)[1]
+        return run_loop(_going_on(make(Loop, carry, lower + 1)), checkpoints, progress, compile)[1]
+
+
+def _going_on(loop: Loop) -> Loop:
+    """The loop of the other steps."""
+    loop.goes_on = True
+    return loop
 
 
 def _check(checkpoints: Any, compile: Any) -> None:

@@ -56,6 +56,7 @@ class Loop:
         self.outputs = None if slices is None else slices.outputs()
         self.lower = 0  # the number of what comes first in index order, and the function that takes the numbers
         self.numbered: Callable[..., Any] | None = None
+        self.goes_on = False  # whether init is what a first step gave, which ran by itself
         # What is known of a condition that is asked in Python and of the body beside it, where one is compiled.
         self.asked: Asked | None = None
         self.counters: dict[int, int] = {}  # leaves of the carry that are Python ints, and what a step adds to them
@@ -127,8 +128,10 @@ class Loop:
     # -- one step
 
     def begin(self) -> State:
-        """The first state, which a body may change without the caller seeing it. One tensor given twice stays one."""
-        owned = {id(x): own(x) for x in self.init if isinstance(x, Tensor)}
+        """The first state, which a body may change without the caller seeing it."""
+        if not self.goes_on:
+            return [own(x) for x in self.init]
+        owned = {id(x): own(x) for x in self.init if isinstance(x, Tensor)}  # what a step gave twice stays one tensor
         return [owned[id(x)] if isinstance(x, Tensor) else own(x) for x in self.init]
 
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:

@@ -170,7 +170,8 @@ class Sweep:
         if captures.given.changed or (versions is not None and versions.changed() is not None):
             check_apart(leaves, loop.carry.tree.paths, "is given")
             check_apart(new, loop.carry.tree.paths, "returns")
-            check_apart(self.loop.init, loop.carry.tree.paths, "begins with")
+            if loop.goes_on:
+                check_apart(loop.init, loop.carry.tree.paths, "begins with")
         if loop.until is not None:
             self.conditions.ask_until(t, new)
         after, outputs = steps.close(new, state, leaves)

@@ -140,7 +140,11 @@ def is_of_library(frame: types.FrameType, writers: bool) -> bool:
     if module_of(frame) in ("weakref", "_weakrefset") and "__init__.<locals>" in frame.f_code.co_qualname:
         return True  # it is called when an object dies, and forgets it
     at: types.FrameType | None = frame
-    while at is not None and (_is_standard(module_of(at)) or module_of(at) == "torch.random"):
+    if module_of(frame) == "torch.random":  # followed for the user, not for loops that read and set states themselves
+        while at is not None and module_of(at).startswith("torch."):
+            at = at.f_back
+        return at is not None and module_of(at).startswith("tensorloop.")
+    while at is not None and _is_standard(module_of(at)):
         if writers and module_of(at).partition(".")[0] in _WRITERS:
             return True
         at = at.f_back

@@ -188,7 +188,7 @@ class Frame:
         if isinstance(watch, OperationLog) and watch.writes:
             plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
             begins, ends = ([x[k] for k in plain] for x in (self.carry, results.carry))
-            refuse_shared(watch, (*carry, *row), begins, ends, row)
+            refuse_shared(watch, (*carry, *row), begins if self.loop.goes_on else (), ends, row)
         return results
 
     def _run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
