@@ -123,6 +123,7 @@ def test_checkpoints(name: str, cores: list[GraphCore], short: None) -> None:
     assert sizes(cores)
 
 
+@pytest.mark.filterwarnings("ignore:.*changes from call to call:UserWarning")  # where it ends
 @pytest.mark.parametrize("ends", [1, 2, 3, 5, 6, 11])
 @pytest.mark.parametrize("name", ["past", "table", "attends"])
 def test_where_a_loop_ends_nothing_more_is_written(name: str, ends: int, cores: list[GraphCore], short: None) -> None:
