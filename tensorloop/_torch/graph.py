@@ -53,7 +53,7 @@ def end_of(x: Tensor | GradientEdge) -> End:
 
 
 def ends_of(x: Any) -> list[End]:
-    """The same of one tensor or of several, as functions of autograd take them."""
+    """The ends of one tensor or of several, as functions of autograd take them."""
     return [*map(end_of, [x] if isinstance(x, (Tensor, GradientEdge)) else x or ())]
 
 

@@ -45,7 +45,7 @@ class StepNotes:
         self.news = False
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
-        """StepNotes a write; whether it is right. `anew` says that it does not depend on what was there."""
+        """Notes a write; whether it is right. `anew` says that it does not depend on what was there."""
         key = id(owner), name
         written = self._written.get(key)
         appears = written is None and (was is None or was is GONE)
@@ -61,7 +61,7 @@ class StepNotes:
         return True
 
     def reads(self, owner: Any, name: Any) -> bool:
-        """StepNotes a read; whether it is right."""
+        """Notes a read; whether it is right."""
         key = id(owner), name
         written = self._written.get(key)
         if written is not None and written[1] == self.step:
@@ -201,7 +201,7 @@ class Ways:
         self._run: dict[int, tuple[CodeType, set[int]]] = {}  # by id: a code's hash is slow
 
     def run(self, code: CodeType, offset: int) -> None:
-        """StepNotes the beginning of a way, if it is one."""
+        """Notes the beginning of a way, if it is one."""
         if offset in blocks_of(code):
             run = self._run.setdefault(id(code), (code, set()))[1]
             self.news |= offset not in run
