@@ -160,7 +160,7 @@ class Judge(Calls):
         return isinstance(x, known.OWNERS) and self.is_new(x)
 
     def makes(self, frame: types.FrameType, _: Any = None) -> None:
-        """StepNotes that what the next instruction finds on top is new."""
+        """Notes that what the next instruction finds on top is new."""
         self._makes.add(id(frame))
 
     # -- stores
