@@ -40,6 +40,12 @@ class Tree:
         leaves: list[Any] = []
         return leaves if self._flatten(tree, leaves) else None
 
+    def alike(self, other: "Tree", leaves: Sequence[Any]) -> bool:
+        """Whether another tree, which has these leaves, has the same structure."""
+        if self._flatten is _flatten_leaf or other._flatten is _flatten_leaf:
+            return self._flatten is other._flatten
+        return self.paths == other.paths and self.flatten(other.unflatten(leaves)) is not None
+
     def unflatten(self, leaves: Sequence[Any]) -> Any:
         """The tree of these leaves, `size` of them."""
         return leaves[0] if self._unflatten is _unflatten_leaf else self._unflatten(leaves, 0)[0]

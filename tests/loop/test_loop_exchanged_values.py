@@ -13,6 +13,7 @@ from torch.autograd import grad
 from torch.nn import functional as F
 
 import tensorloop as tl
+from tensorloop.loop.known_reads import known_reads
 from tests.support.loop_cases import randn
 
 Change = Callable[["Cell"], Any]
@@ -221,6 +222,7 @@ def test_objects_that_the_code_does_not_read_cost_nothing() -> None:
     def cost(count: int) -> int:
         head = linked(count)
         body: Any = lambda h, x: ((h @ W) * head.after.value + x,) * 2  # noqa: E731
+        known_reads.clear()
         looped(body)
         return calls_of(lambda: looped(body))
 

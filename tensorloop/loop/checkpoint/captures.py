@@ -40,6 +40,7 @@ from tensorloop.loop.checkpoint.step_use import StepUse
 from tensorloop.loop.checkpoint.writes import AUTOGRAD, UNSEEN, WRITING, Writes, may_write
 from tensorloop.loop.effects.follow import rest, rests, resume
 from tensorloop.loop.effects.judge import Judge
+from tensorloop.loop.effects.known import tells_numbers
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.internals import store_of
@@ -80,6 +81,7 @@ class Captures(TorchFunctionMode):
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.replaying = False
         self.judge: Judge | None = None  # who follows the body's Python, and rests while torch runs
+        self.told = False  # whether the body's Python was told of numbers in tensors
         self.step = 0
         self.use = StepUse({})  # of this step; from its end on, of the next
         self.loops = False  # whether loops in the body were nodes of its graph
@@ -97,7 +99,9 @@ class Captures(TorchFunctionMode):
             self.judge = None
             rest()
             try:
-                return self.__torch_function__(func, types, args, kwargs)
+                out = self.__torch_function__(func, types, args, kwargs)
+                self.told = self.told or tells_numbers(func, args, out)
+                return out
             finally:
                 self.judge = judge
                 resume()

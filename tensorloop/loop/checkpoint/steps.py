@@ -26,7 +26,7 @@ class Steps:
         self.name = loop.name
         self.ambient = AmbientState()
         self.captures = Captures(loop.name, here.serial)
-        self.body = Watched(loop.body, self.captures)
+        self.body = Watched(loop, self.captures)
         of = self.ambient.substitutions.of
         self.loop = loop.replayable(
             init=[of(x) for x in loop.init],

@@ -3,6 +3,7 @@
 from typing import Any
 
 import torch
+from torch import Tensor
 
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
@@ -10,15 +11,26 @@ from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Judge
 from tensorloop.loop.effects.notes import StepNotes, Ways
+from tensorloop.loop.known_reads import known_reads, root_of
+from tensorloop.loop.loop import Loop
+from tensorloop.loop.rows_loop import ConditionalLoop
+from tensorloop.loop.rows_scan import UntilLoop
 
 
 class Watched:
     """The body of a loop, under the eyes of its captures while these are watching."""
 
-    def __init__(self, body: Any, captures: Captures) -> None:
-        self.body, self.captures = body, captures
+    def __init__(self, loop: Loop, captures: Captures) -> None:
+        self.body, self.captures = loop.body, captures
         self.on = True  # whether calls are recorded
         self.notes, self.paths = StepNotes(), Ways()
+        self.loop, self.root = loop, root_of(loop)
+        # Whether all steps go one way, of which nothing is left to see: as those of an earlier loop that was followed.
+        self.is_known = known_reads.find(self.root, loop) is not None
+        self._alike = type(loop) in (Loop, ConditionalLoop, UntilLoop) and loop.name != "fori_loop"
+        self._alike &= not (loop.compact or (loop.slices and loop.slices.ranges))
+        self._alike &= all(isinstance(x, (Tensor, type(None))) for x in loop.init)
+        self.reads = None if self.is_known else known_reads.reads(self.root, loop)
 
     def __call__(self, *args: Any) -> Any:
         # No context manager sets and resets these: at every step it would cost as much as all the rest here.
@@ -29,7 +41,7 @@ class Watched:
                 return self.body(*args)
             here.recorder = self.captures
             with self.captures:
-                if self.paths.all_known() or not torch.is_grad_enabled():
+                if self.is_known or self.paths.all_known() or not torch.is_grad_enabled():
                     return self.body(*args)
                 return self._followed(args)
         finally:
@@ -37,11 +49,13 @@ class Watched:
 
     def forget(self) -> None:
         """The sweep is over: what its steps have written is no matter any more, and nothing of it is held."""
-        self.notes = StepNotes()
+        if (self.is_known or self.paths.all_known()) and not (self.notes.wrote() or self.captures.generators):
+            known_reads.add(self.root, self.loop, self.reads, None)
+        self.notes, self.reads = StepNotes(), None
 
     def _followed(self, args: tuple[Any, ...]) -> Any:
         """Runs the body, and refuses what its Python does that a replay would do again, or find changed."""
-        judge, out = Judge(self.notes, self.paths, args), None
+        judge, out = Judge(self.notes, self.paths, args, self.reads), None
         self.captures.judge, judge.generators = judge, self.captures.generators
         try:
             with following(judge):
@@ -54,6 +68,8 @@ class Watched:
             judge.finish()
             judge.end()
             self.paths.next(self.notes.news)
+            told = self.captures.told or self.captures.generators or self.notes.wrote()
+            self.is_known = self._alike and self.paths.settled and not told
             self.notes.next()
         if (effect := judge.seen) is not None:
             file, line = effect.place

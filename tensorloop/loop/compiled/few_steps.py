@@ -15,8 +15,8 @@ from torch.nn import Module
 
 from tensorloop.compiler.place import HOST
 from tensorloop.loop.checkpoint.named_values import contents
-from tensorloop.loop.compiled.look.frame import code_of
 from tensorloop.loop.compiled.run.plan import Plan
+from tensorloop.loop.known_reads import code_of
 from tensorloop.loop.loop import Loop
 
 # About microseconds of one core, without gradients, as `profiling/loop_overhead.py` has them; their ratios matter.

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.notes import ELEMENTS, GONE, StepNotes
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands, words
+from tensorloop.loop.effects.reads import Reads
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
@@ -34,6 +35,7 @@ class Calls:
     """The part of a judge that is asked of calls."""
 
     notes: StepNotes | None
+    kept: Reads | None
     is_new: Any
     writers: Any
     owns: Any
@@ -110,6 +112,8 @@ class Calls:
                 _note_harmless(f, f.__name__)
             return self._of(frame, args[0], f.__name__, args[1:]) if args else None
         if known.in_python(kind, "__call__") or known.is_torchs(kind) or kind.__name__ in _HARMLESS:
+            if self.kept is not None:
+                self.kept.whole(f, self.is_new, kind.__name__ not in _HARMLESS)
             return self._arguments(frame, "", args) if self.notes is not None else None
         if kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
             return self._of_numpy(frame, f, args, names)
@@ -127,6 +131,10 @@ class Calls:
         if not known.is_trusted(module) or (args and _is_function(args[0])):
             return
         self._torchs_state(frame, f"{module}.{name}()", name)
+        if self.kept is not None:  # tensors that torch is given show in its calls
+            of_torch = module.partition(".")[0] in ("torch", "tensorloop")
+            given = [x for x in args if isinstance(x, nn.Module)] if of_torch else args
+            self.kept.given("", given, self.is_new)
         if name in known.OF_MODULES and args and isinstance(args[0], nn.Module) and not self.is_new(args[0]):
             same = name in ("train", "eval") and args[0].training is (name == "train" and all(args[1:]))
             if not same and not isinstance(args[0], (nn.ModuleList, nn.ModuleDict)):
@@ -174,6 +182,8 @@ class Calls:
             return None
         if name in known.OUTSIDE:
             return self.refuse(frame, f"calls {name}()")
+        if name in ("globals", "eval", "dir", "vars", "locals") and self.kept is not None:
+            self.kept.complete = False
         if name in ("isinstance", "issubclass") and len(args) > 1:
             self.number(frame, args[0], args[1])
         elif name == "vars" and args:
@@ -181,7 +191,7 @@ class Calls:
         elif name in ("getattr", "hasattr") and len(args) > 1:
             if args[1] == "__dict__":
                 self.note_dict(args[0])
-            if self.notes is not None and type(args[1]) is str:
+            if type(args[1]) is str:
                 self.attribute_read(frame, args[0], args[1])
         elif name == "next" and args:
             return self._next(frame, args[0])
@@ -223,6 +233,8 @@ class Calls:
 
     def _arguments(self, frame: _Frame, name: str, args: list[Any]) -> None:
         """What a function in C is given: read, taken from where it is an iterator, called where it calls."""
+        if self.kept is not None:
+            self.kept.given(name, args, self.is_new)
         for x in args:
             self.taken(frame, x) if name else self.reads(frame, x)
             if name in known.CALLING:
@@ -241,6 +253,8 @@ class Calls:
             return self.attribute(frame, owner, "requires_grad", args[0] if args else True)
         if isinstance(owner, Tensor):
             return self._arguments(frame, "", args) if self.notes is not None else None
+        if self.kept is not None:
+            self.kept.given(name, [owner], self.is_new)
         if isinstance(owner, type):
             if (owner.__module__ or "").partition(".")[0] == "torch" or _is_function(owner):
                 return None

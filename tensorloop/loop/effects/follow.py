@@ -103,6 +103,8 @@ def at_rest(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     rest()
     for judge in judges:
         judge.resting = True
+        if judge.kept is not None:
+            judge.kept.complete = False
     try:
         return function(*args, **kwargs)
     finally:

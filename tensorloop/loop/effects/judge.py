@@ -22,6 +22,7 @@ from tensorloop.loop.effects.calls import Calls
 from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, checks_of
 from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, StepNotes, Ways, class_with, home, of_class
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands, said
+from tensorloop.loop.effects.reads import Reads
 
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _KEYWORDS = 8  # flag of codes that take **kwargs
@@ -44,11 +45,17 @@ class Judge(Calls):
     """Follows one step. `seen` is the first effect, also where the body caught it; `raised` went through its frames.
 
     With `notes` the step is one of a loop with checkpoints, which may write what no step reads. With `paths` code is
-    followed until all ways through it were.
+    followed until all ways through it were. `kept` notes what the step reads.
     """
 
-    def __init__(self, notes: StepNotes | None = None, paths: Ways | None = None, given: Iterable[Any] = ()) -> None:
-        self.notes, self.paths = notes, paths
+    def __init__(
+        self,
+        notes: StepNotes | None = None,
+        paths: Ways | None = None,
+        given: Iterable[Any] = (),
+        kept: Reads | None = None,
+    ) -> None:
+        self.notes, self.paths, self.kept = notes, paths, kept
         self.resting = False  # whether what runs is said to have no effects
         self.seen: Effect | None = None
         self.raised: set[int] = set()  # by id: an exception holds frames, and those the step's tensors
@@ -94,7 +101,7 @@ class Judge(Calls):
             return {}
         if known.is_of_library(frame, writers) or known.imports(frame):
             return {}
-        if self.paths is not None and self.paths.knows(code):
+        if self.paths is not None and not self.paths.meets(code):
             return {}
         if code.co_flags & _GENERATORS and id(frame) not in self.begun:
             if frame.f_lasti > begins_at(code):
@@ -106,7 +113,9 @@ class Judge(Calls):
             found = names.get(code.co_varnames[place])
             if type(found) is dict:
                 self.made.add(id(found))
-        return checks_of(code, self.notes is not None)
+        if self.kept is not None:
+            self.kept.begins(frame, self.is_new)
+        return checks_of(code, self.notes is not None or self.kept is not None)
 
     def before(self, frame: types.FrameType, check: InstructionCheck) -> None:
         """Asks before one instruction."""
@@ -305,6 +314,8 @@ class Judge(Calls):
 
     def reads(self, frame: types.FrameType, x: Any, name: Any = SOME, what: str = "") -> None:
         """Judges that a value is read that a step may have written: by default, all elements of a container."""
+        if self.kept is not None and not what and name is SOME:
+            self.kept.whole(x, self.is_new)
         if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, *(() if what else (Tensor,)))):
             return
         while type(x) is memoryview:
@@ -316,21 +327,27 @@ class Judge(Calls):
 
     def read_global(self, frame: types.FrameType, name: str) -> None:
         """Judges LOAD_GLOBAL."""
+        if self.kept is not None:
+            self.kept.of_globals(frame, name)
         self.reads(frame, frame.f_globals, name, f"the global {name}")
 
     def read_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
         """Judges LOAD_DEREF."""
-        if self.notes is not None:
-            self.reads(frame, cell(frame, at[0]), CONTENTS, f"{at[1]}, a variable of its closure,")
+        found = cell(frame, at[0])
+        if self.kept is not None:
+            self.kept.variable(found, self.is_new)
+        self.reads(frame, found, CONTENTS, f"{at[1]}, a variable of its closure,")
 
     def read_attr(self, frame: types.FrameType, name: str) -> None:
         """Judges LOAD_ATTR."""
-        if self.notes is not None:
-            self.attribute_read(frame, operands(frame, 1)[0], name)
+        self.attribute_read(frame, operands(frame, 1)[0], name)
 
     def attribute_read(self, frame: types.FrameType, owner: Any, name: str) -> None:
         """Judges that an attribute is read, which may be the object's or its class's."""
-        assert self.notes is not None
+        if self.kept is not None:
+            self.kept.attribute(owner, name, self.is_new)
+        if self.notes is None:
+            return
         kind, held = type(owner), known.dict_of(owner)
         if isinstance(owner, Tensor) and name not in held and name != "requires_grad":
             return
@@ -346,9 +363,8 @@ class Judge(Calls):
 
     def operands(self, frame: types.FrameType, n: int) -> None:
         """Judges that the upper n values are read."""
-        if self.notes is not None:
-            for x in operands(frame, n):
-                self.reads(frame, x)
+        for x in operands(frame, n) if self.notes is not None or self.kept is not None else ():
+            self.reads(frame, x)
 
     def reads_item(self, frame: types.FrameType, counted: bool) -> None:
         """Judges that an item is read."""
@@ -357,6 +373,8 @@ class Judge(Calls):
         if makes and not self.is_new(container):
             what = "makes an item of a defaultdict from outside by reading it"
             self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
+        if self.kept is not None:
+            self.kept.item(container, key, self.is_new)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
@@ -393,6 +411,8 @@ class Judge(Calls):
     def note_dict(self, owner: Any) -> None:
         """Before `owner.__dict__`: it is as old as its owner."""
         found = known.dict_of(owner)
+        if self.kept is not None and not self.is_new(owner):
+            self.kept.complete = False
         if type(found) is dict and id(found) not in self.made:
             if self.is_new(owner):
                 self.made.add(id(found))

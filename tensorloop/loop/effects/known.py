@@ -15,6 +15,8 @@ import threading
 import types
 from typing import Any
 
+from torch import Tensor
+
 from tensorloop.loop.effects.operands import words
 
 # Whose Python code is left to those who look at torch's operations, or is known to change nothing that lasts.
@@ -114,6 +116,34 @@ OF_MODULES = frozenset(
         "to_empty append extend insert pop update clear compile set_extra_state set_submodule"
     )
 )
+
+
+# What says something about a tensor that does not depend on its numbers.
+QUERIES = {
+    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous, Tensor.element_size),
+    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.ndimension, Tensor.nelement, Tensor.__hash__),
+}
+# Functions whose results have as many elements as some numbers say; so has indexing by a mask.
+_SIZED_BY_NUMBERS = frozenset(
+    words(
+        "nonzero argwhere where unique unique_consecutive masked_select bincount histogram repeat_interleave "
+        "__getitem__ _unique2 _return_counts _return_output arange linspace split tensor_split boolean_dispatch"
+    )
+)
+
+
+def tells_numbers(function: Any, args: Any, out: Any) -> bool:
+    """Whether Python may go another way for other numbers in tensors, after a call of torch."""
+    name = getattr(function, "__name__", "")
+    if name in _SIZED_BY_NUMBERS and any(isinstance(x, Tensor) for x in _flat(args[1:] if name[0] == "_" else args)):
+        return name != "where" or len(args) < 3
+    if out is None or isinstance(out, Tensor) or function in QUERIES or name == "__get__":
+        return False
+    return not (isinstance(out, (tuple, list)) and all(isinstance(x, Tensor) for x in out))
+
+
+def _flat(x: Any) -> Any:
+    return [z for y in x for z in _flat(y)] if isinstance(x, (tuple, list)) else [x]
 
 
 def module_of(frame: types.FrameType) -> str:

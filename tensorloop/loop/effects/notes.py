@@ -74,6 +74,10 @@ class StepNotes:
         self.news |= id(held) not in self._kept
         return self._kept.setdefault(id(held), (held, dict(held)))[1]
 
+    def wrote(self) -> bool:
+        """Whether any step has written to anything."""
+        return bool(self._written or self._kept)
+
     def undo(self) -> bool:
         """Makes everything what it was before the first step; whether there was anything to undo."""
         for held, was in self._kept.values():
@@ -184,7 +188,7 @@ def of_class(owner: Any, name: str) -> Any:
     base = class_with(owner if isinstance(owner, type) else type(owner), name)
     found: Any = GONE if base is None else base.__dict__[name]
     try:
-        return found.__get__(owner) if type(found) in _SLOTS else found
+        return found.__get__(owner) if type(found) in _SLOTS and not isinstance(owner, type) else found
     except AttributeError:
         return GONE
 
@@ -197,8 +201,15 @@ class Ways:
 
     def __init__(self) -> None:
         self.news = False  # whether the step at hand has taken a way that none has before
-        self._settled = False  # whether the last step brought nothing new
+        self.settled = False  # whether the last step brought nothing new
         self._run: dict[int, tuple[CodeType, set[int]]] = {}  # by id: a code's hash is slow
+
+    def meets(self, code: CodeType) -> bool:
+        """Whether a code that begins is to be followed."""
+        if id(code) not in self._run:
+            self._run[id(code)], self.news = (code, set()), True
+            return True
+        return not self.knows(code)
 
     def run(self, code: CodeType, offset: int) -> None:
         """Notes the beginning of a way, if it is one."""
@@ -209,13 +220,12 @@ class Ways:
 
     def next(self, news: bool = False) -> None:
         """The step is over; `news` says that it did something else for the first time."""
-        self._settled, self.news = not (self.news or news), False
+        self.settled, self.news = not (self.news or news), False
 
     def knows(self, code: CodeType) -> bool:
         """Whether all ways through a code have been followed."""
-        known = self._run.get(id(code))
-        return self._settled and (0 if known is None else len(known[1])) == len(blocks_of(code))
+        return self.settled and len(self._run[id(code)][1]) == len(blocks_of(code))
 
     def all_known(self) -> bool:
         """Whether that holds of all codes that were met."""
-        return self._settled and all(len(run) == len(blocks_of(code)) for code, run in self._run.values())
+        return self.settled and all(len(run) == len(blocks_of(code)) for code, run in self._run.values())

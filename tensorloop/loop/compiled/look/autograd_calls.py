@@ -55,7 +55,7 @@ class AutogradCalls:
         self.once = False  # whether one of them may be differentiated once
         self.asked: list[tuple[list[graph.End], graph.End]] = []  # outputs, and an input that the step did not make
         # What the inputs are in the step's graph, before it writes to any; where rows stop, what the body gets of them.
-        self.ends = [graph.end_of(x) for x in given]
+        self.ends = [graph.end_of(x) for x in given] if live else []  # else nobody asks
         self.fed: dict[graph.End, int] = {}
         self.first = graph.next_number()  # of the nodes that the step makes
         self.takes = False  # whether there was any

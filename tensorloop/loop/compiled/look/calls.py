@@ -107,7 +107,7 @@ class CallWatch(TorchFunctionMode):
         """Begins to look."""
         here.looks += 1
         self._before = watch_calls(self.autograd), torch.is_grad_enabled()
-        sharded = "torch.distributed.fsdp" in sys.modules
+        sharded = "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized()
         self._modules = register_module_forward_pre_hook(_refuse_sharded) if sharded else None
         super().__enter__()
         self._followed = None if self.judge is None else start(self.judge)

@@ -26,6 +26,8 @@ def check_gradients(frame: Frame, carry: Sequence[Tensor], calls: AutogradCalls,
 
     `carry` is the next carry. `several`: whether other steps of the loop may do something else.
     """
+    if not calls.asked:
+        return
     places, after = {x: i for i, x in enumerate(calls.ends)} | calls.fed, [*map(graph.end_of, carry)]
     real = [*map(graph.end_of, frame.carry)], [*map(graph.end_of, frame.xs)]
     taken, asked = list[tuple[list[graph.End], graph.End, bool]](), calls.asked

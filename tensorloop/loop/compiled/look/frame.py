@@ -2,8 +2,7 @@
 
 from collections.abc import Sequence
 from contextlib import nullcontext
-from functools import lru_cache, partial
-from types import CellType, FunctionType, MethodType
+from functools import lru_cache
 from typing import Any, NamedTuple
 
 import torch
@@ -18,12 +17,14 @@ from tensorloop.compiler.refused import STATE, Refused
 from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.carried_arrays import Arrays
-from tensorloop.loop.compiled.look.judged import judged, refuse_shared
+from tensorloop.loop.compiled.look.judged import judged, refuse_shared, signalled
 from tensorloop.loop.compiled.look.known_calls import CallTrail
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.look.picked_parts import PickedParts
 from tensorloop.loop.compiled.look.step_number import UNKNOWN, refuse_returned, symbol
+from tensorloop.loop.effects.reads import Reads
+from tensorloop.loop.known_reads import code_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
@@ -116,6 +117,8 @@ class Frame:
         self.xs = sequences(loop, self.place.device)
         self.root = self._root()
         self.answers: Sequence[bool] = ()  # what the body is told where it reads a bool in Python; of one that ran, was
+        self.is_known = False  # by what it reads in Python
+        self.kept: Reads | None = None  # notes that
         self.open: frozenset[int] = frozenset()  # Python numbers that are inputs of the step
 
     def _held(self) -> list[int]:
@@ -180,10 +183,11 @@ class Frame:
     def run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
         """Runs the body once, with all that the loop does around it; `watch` sees the user's part.
 
-        What the body's Python would change that outlives the step is refused before it is done.
+        What the body's Python would change that outlives the step is refused before it is done; `kept` is told what it
+        reads. A step that is known need not be followed.
         """
         calls = watch.watch if isinstance(watch, OperationLog) else watch
-        with judged(calls, self.loop.asked):
+        with signalled() if self.is_known else judged(calls, self.loop.asked, self.kept):
             results = self._run(watch, carry, row)
         if isinstance(watch, OperationLog) and watch.writes:
             plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
@@ -433,24 +437,6 @@ def span_of(loop: Loop) -> tuple[int, int]:
     if loop.length is None or isinstance(loop, PaddedLoop):  # whose stretches are looked at once
         return UNKNOWN
     return loop.lower, loop.lower + loop.length - 1
-
-
-def code_of(function: Any) -> Any:
-    """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
-    while isinstance(function, partial):
-        function = function.func
-    function = function.__func__ if isinstance(function, MethodType) else function
-    if not isinstance(function, FunctionType):
-        return type(function)
-    inner = [cell.cell_contents for cell in function.__closure__ or () if _holds_function(cell)]
-    return (function.__code__, *(x.__code__ for x in inner))
-
-
-def _holds_function(cell: CellType) -> bool:
-    try:
-        return isinstance(cell.cell_contents, FunctionType)
-    except ValueError:  # it is still empty
-        return False
 
 
 # -- how tensors lie in memory, as far as it may matter to a body: in which order, with gaps or without

@@ -11,6 +11,7 @@ from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.operation_traits import storage_of
 from tensorloop.loop.effects.judge import Effect, Judge
 from tensorloop.loop.effects.notes import Asked
+from tensorloop.loop.effects.reads import Reads
 
 
 class Appeared(Refused):
@@ -18,23 +19,21 @@ class Appeared(Refused):
 
 
 @contextmanager
-def judged(calls: CallWatch, asked: Asked | None) -> Iterator[None]:
+def judged(calls: CallWatch, asked: Asked | None, kept: Reads | None = None) -> Iterator[None]:
     """The step inside is refused for what its Python does, also where the body has caught the refusal."""
-    judge = calls.judge = Judge(asked)
+    judge = calls.judge = Judge(asked, kept=kept)
     try:
-        with remembered() as signals:
-            try:
+        try:
+            with signalled():
                 yield
-            except Effect:
-                pass
-            except Refused:
+        except Effect:
+            pass
+        except Refused:
+            raise
+        except BaseException:
+            if judge.seen is None:
                 raise
-            except BaseException:
-                if judge.seen is None:
-                    raise
         judge.finish()
-        if signals:
-            raise signals[0]
         if (effect := judge.seen) is not None:
             raise (Appeared if effect.appeared else Refused)(f"the body {effect.what}", STATE, effect.place)
         for name, error, place in calls.failed:
@@ -44,6 +43,15 @@ def judged(calls: CallWatch, asked: Asked | None) -> Iterator[None]:
         calls.judge = None
         calls.failed.clear()
         judge.end()
+
+
+@contextmanager
+def signalled() -> Iterator[None]:
+    """What is signalled inside counts, also where the body has caught it."""
+    with remembered() as signals:
+        yield
+    if signals:
+        raise signals[0]
 
 
 def refuse_shared(

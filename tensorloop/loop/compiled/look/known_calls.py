@@ -24,14 +24,9 @@ from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_f
 from tensorloop.loop.compiled.look.changing_numbers import Numbers
 from tensorloop.loop.compiled.look.number_read import is_read
 from tensorloop.loop.effects.caught import caught_at
-from tensorloop.loop.effects.known import is_torch_function
+from tensorloop.loop.effects.known import QUERIES, is_torch_function
 
 MOST_PATHS = 512
-# What says something about a tensor and makes none. What Python makes of it shows in the calls that follow.
-_QUERIES = {
-    *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous, Tensor.element_size),
-    *(Tensor.is_floating_point, Tensor.is_complex, Tensor.ndimension, Tensor.nelement, Tensor.__hash__),
-}
 _OF_AUTOGRAD = frozenset({torch.autograd.grad, Tensor.requires_grad_})  # what is looked at however well it is known
 _ALIKE = frozenset({bool, int, str, type(None), type(...), torch.dtype, torch.device, torch.layout})
 _ALIKE |= {torch.memory_format}
@@ -68,7 +63,7 @@ class CallTrail(CallWatch):
 
     def _call(self, func: Any, args: Any, kwargs: Any) -> Any:
         """Makes one call, and notes or compares it before. In one piece: it is done at every call."""
-        if func in _QUERIES:
+        if func in QUERIES:  # what Python makes of it shows in the calls that follow
             return func(*args, **(kwargs or {}))
         if type(func) is MethodWrapperType:
             return self._attribute(func, args)

@@ -42,6 +42,7 @@ from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.look.values_read import ValuesRead
 from tensorloop.loop.compiled.pays import as_before
+from tensorloop.loop.known_reads import KnownStep, known_reads
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
@@ -89,6 +90,8 @@ class Look:
             known_calls.add(
                 self.frame.root, record.trail, self.key, [*record.log.captures.values()], record.log.numbers
             )
+        known_reads.add(self.frame.root, self.frame.loop, self.frame.kept, self.key)
+        self.frame.kept = None
 
 
 def look(loop: Loop, first: Tensor | None) -> Look:
@@ -113,6 +116,7 @@ def _recognize(frame: Frame) -> Look | None:
     known = None if frame.arrays.places else known_calls.of(frame.root)
     if known is None or modes():
         return None
+    step = _find(frame)
     try:
         with as_before(frame.root, frame.loop.length), without_hooks(), autocast.without_kept_casts():
             live = _is_differentiating(frame)
@@ -126,17 +130,36 @@ def _recognize(frame: Frame) -> Look | None:
         leaf = trail.end(*results.outputs())
     except UnknownCall:
         return None
+    assert leaf is not None
+    if step is not None and step.key != leaf.key:
+        return None
+    known_reads.add(frame.root, frame.loop, frame.kept, leaf.key)
     if trail.asked_grad:  # what the body would have done with other tensors, its calls do not tell
         return None
     check_gradients(frame, results.carry, trail.autograd, several=trail.told)
-    assert leaf is not None
     frame.open = leaf.open
     captures = [*(trail.captures[i] for i in leaf.captures), *(as_tensor(x, frame.place.device) for x in trail.opened)]
     return Look(frame, leaf.key, captures, results, (), None)
 
 
-def look_closely(frame: Frame) -> Look:
+def _find(frame: Frame) -> KnownStep | None:
+    """A known step that goes the same way; else what this one reads is noted."""
+    step = None if frame.arrays.places else known_reads.find(frame.root, frame.loop)
+    frame.is_known = step is not None
+    frame.kept = None if frame.is_known or frame.arrays.places else known_reads.reads(frame.root, frame.loop)
+    return step
+
+
+def look_closely(frame: Frame, may_know: bool = True) -> Look:
     """Runs the step and writes it down, with its calls where these tell everything."""
+    step = _find(frame)
+    if not may_know:
+        step, frame.is_known = None, False
+    seen = _look_closely(frame)
+    return seen if step is None or step.key == seen.key else look_closely(frame, may_know=False)
+
+
+def _look_closely(frame: Frame) -> Look:
     frame.open = frozenset()
     calls_tell = not is_numbered(frame.loop) and not frame.arrays.places
     noted = _record(frame, learns=calls_tell and not (known_calls.cannot_tell(frame.root) or modes()))

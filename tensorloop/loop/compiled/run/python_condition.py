@@ -19,11 +19,12 @@ from tensorloop.compiler.graph import complex_pairs
 from tensorloop.compiler.refused import STATE, Refused
 from tensorloop.loop import advice
 from tensorloop.loop.compiled.look import autocast
-from tensorloop.loop.compiled.look.frame import CURE_OF_ROWS, ROWS_STOP, code_of
+from tensorloop.loop.compiled.look.frame import CURE_OF_ROWS, ROWS_STOP
 from tensorloop.loop.compiled.look.look import Look
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Effect, Judge
 from tensorloop.loop.effects.notes import Ways
+from tensorloop.loop.known_reads import code_of
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import refill, written_state

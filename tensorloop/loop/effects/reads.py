@@ -1,0 +1,457 @@
+"""What a step has read that it did not make, and how its code came to it: where all is the same, so is its way.
+
+A step that was followed and found without effects need not be followed again as long as it finds what it found then:
+Python does the same again. What it was told of tensors' numbers is looked at elsewhere. A later loop has functions and
+closures of its own, so each value is noted by how it is reached from the loop's functions: a variable of a closure, a
+global, an attribute, an item. Tensors may be others with the same shape and dtype; objects are the same ones.
+"""
+
+import sys
+import threading
+import weakref
+from collections.abc import Callable, Sequence
+from functools import partial
+from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType, ModuleType
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+
+from tensorloop._torch.overrides import unseen
+from tensorloop._torch.storage import PLAIN as PLAIN_TENSORS
+from tensorloop.loop.effects import known
+from tensorloop.loop.effects.notes import GONE, class_with, home, of_class
+from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN
+
+_SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
+_ONE = BuiltinFunctionType, MethodDescriptorType, property, type(...)
+_ASK_KIND = frozenset(
+    [
+        "isinstance",
+        "issubclass",
+        "callable",
+        "type",
+        "getattr",
+        "hasattr",
+        "len",
+        "iter",
+        "super",
+        "enumerate",
+        "zip",
+        "map",
+    ]
+)
+_MOST = 256  # elements of a container, nodes of a step
+
+
+class _Node(NamedTuple):
+    """A value: fetched from another one by a key, held against what it was."""
+
+    parent: int
+    fetch: Callable[[Any, Any], Any]
+    key: Any
+    matches: Callable[[Any, Any], bool]
+    expected: Any
+
+
+class Reads:
+    """Notes what a step reads; `roots` are the loop's functions."""
+
+    def __init__(self, roots: Sequence[Any]) -> None:
+        self.complete = True
+        self._nodes: list[_Node] = []
+        self._roots = len(roots)
+        self._noted: dict[tuple[int, Any, Any], int] = {}
+        self._numbers: dict[int, int] = {}  # of what was met, by its id
+        self._cells: dict[int, tuple[int, int]] = {}  # a function's number, and which of its variables
+        self._globals: dict[int, int] = {}
+        self._codes: set[int] = set()
+        self._held: list[Any] = []  # so that no id comes twice
+        for k, root in enumerate(roots):
+            self._add(k, _itself, None, root)
+
+    def end(self) -> None:
+        """The step is over: nothing of it is held."""
+        for held in (self._noted, self._numbers, self._cells, self._globals, self._codes, self._held):
+            held.clear()
+
+    def hold(self, roots: Sequence[Any]) -> bool:
+        """Whether all that was read is the same, in a loop with these functions."""
+        values = [*roots]
+        for parent, fetch, key, matches, expected in self._nodes:
+            value = fetch(values[parent], key)
+            if value is not expected and not matches(value, expected):
+                return False
+            values.append(value)
+        return True
+
+    # -- what is read
+
+    def variable(self, cell: Any, is_new: Callable[[Any], bool]) -> None:
+        """A variable of a closure."""
+        at = self._cells.get(id(cell))
+        if at is not None:
+            self._add(at[0], _contents, at[1], _contents_of(cell))
+        elif cell is UNKNOWN or not is_new(cell):
+            self.complete = False
+
+    def of_globals(self, frame: FrameType, name: str) -> None:
+        """A global."""
+        value = frame.f_globals.get(name, GONE)
+        at = self._globals.get(id(frame.f_globals))
+        if at is not None:
+            self._add(at, _global, name, value)
+        elif (module := known.module_of(frame)) in sys.modules and _module_global(None, (module, name)) is value:
+            self._add(0, _module_global, (module, name), value)
+        else:
+            self.complete = False
+
+    def attribute(self, owner: Any, name: str, is_new: Callable[[Any], bool]) -> None:
+        """An attribute, which may be the object's or its class's."""
+        kind = type(owner)
+        if isinstance(owner, Tensor):
+            self.complete &= name not in known.dict_of(owner)
+        elif known.is_proxy(kind) or issubclass(kind, threading.local):
+            self.complete = False
+        elif kind is super:
+            self._inherited(owner, name)
+        elif not isinstance(owner, _SCALARS):
+            at = self._numbers.get(id(owner))
+            if at is None and is_new(owner):
+                held = known.dict_of(owner)
+                of_library = kind.__module__ == "builtins" or known.is_trusted(kind.__module__ or "")
+                if (type(held) is dict and name in held) or of_library:
+                    return
+                owner, kind = kind, type(kind)
+                if is_new(owner):
+                    return
+            if at is None and issubclass(kind, (type, ModuleType)):
+                at = self._constant(owner)
+            self._part(at, _way_to(owner, name), name, owner)
+
+    def item(self, container: Any, key: Any, is_new: Callable[[Any], bool]) -> None:
+        """An item."""
+        if isinstance(container, (*_SCALARS, Tensor)) or container is NEW:
+            return
+        exact = type(container) in (dict, list, tuple) and type(key) in (str, int, bool)
+        if not exact or (type(key) is not int and type(container) is not dict):
+            return self.whole(container, is_new)
+        at = self._numbers.get(id(container))
+        if at is not None or not is_new(container):
+            self._part(at, _item, key, container)
+        return None
+
+    def given(self, name: str, args: Sequence[Any], is_new: Callable[[Any], bool]) -> None:
+        """A function in C, by its name, reads what it is given."""
+        for x in args:
+            if isinstance(x, Tensor):
+                self.complete &= name not in ("id", "hash")
+            else:
+                self.whole(x, is_new, name in _ASK_KIND)
+
+    def whole(self, x: Any, is_new: Callable[[Any], bool], asks_kind: bool = True, depth: int = 4) -> None:
+        """All of an object that is iterated over, compared or asked whether it is true."""
+        kind = type(x)
+        if isinstance(x, (*_SCALARS, Tensor, type, ModuleType, FunctionType, *_ONE)) or x is EMPTY or x is NEW:
+            return
+        if isinstance(x, nn.Module):
+            return self.module(x)
+        at = self._numbers.get(id(x))
+        if kind in (list, tuple, dict):
+            if (at is None and kind is not tuple and not is_new(x)) or depth == 0 or len(x) > _MOST:
+                self.complete = False
+                return None
+            if at is not None:
+                self._add(at, _shape, None, _shape(x))
+            for key, y in x.items() if kind is dict else enumerate(x):
+                if at is not None:
+                    self._add(at, _item, key, y)
+                self.whole(y, is_new, asks_kind, depth - 1)
+        elif kind in (set, frozenset):
+            plain = all(isinstance(y, _SCALARS) for y in x)
+            if at is not None and plain:
+                self._add(at, _elements, None, frozenset(x))
+            elif not (plain and is_new(x)):
+                self.complete = False
+        elif at is None:
+            self.complete &= x is not UNKNOWN and is_new(x)
+        else:
+            self.complete &= asks_kind and _is_users(kind) and kind.__weakrefoffset__ != 0
+        return None
+
+    def module(self, module: nn.Module) -> None:
+        """A module of torch's calls its parts and hooks, which no instruction of the user's shows."""
+        for m in module.modules():
+            key = weakref.ref(m)
+            if (0, _referred, key) in self._noted:
+                continue
+            self.complete &= not _hooks(m)
+            self._node(0, _referred, key, m, _is_same_module, tuple(map(id, _parts(m))))
+            if not known.is_trusted(type(m).__module__ or ""):
+                self._part(self._numbers[id(m)], _way_to(m, "forward"), "forward", m)
+
+    def begins(self, frame: FrameType, is_new: Callable[[Any], bool]) -> None:
+        """Code of the user's begins: it must be known how whoever called it came to it."""
+        code, caller = frame.f_code, frame.f_back
+        if id(code) not in self._codes and not (caller and known.module_of(caller).startswith("tensorloop.loop")):
+            first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
+            kind = first if isinstance(first, type) else type(first)
+            base = class_with(kind, code.co_name)
+            found = None if base is None else base.__dict__[code.co_name]
+            found = getattr(found, "fget", None) or getattr(found, "__func__", found)
+            if getattr(found, "__code__", None) is not code:  # neither a method nor a property
+                self.complete = False
+            elif not is_new(kind):
+                self._part(self._constant(kind), _attribute, code.co_name, kind)
+        self.complete &= bool(code.co_flags & 2)
+        self._know_codes(code)
+
+    # -- how it is noted
+
+    def _part(self, at: int | None, fetch: Callable[[Any, Any], Any], key: Any, owner: Any) -> None:
+        if at is None:
+            self.complete = False
+        else:
+            self._add(at, fetch, key, fetch(owner, key))
+
+    def _inherited(self, owner: Any, name: str) -> None:
+        at = self._numbers.get(id(owner.__self__))
+        if at is None:
+            self.complete = False
+        else:
+            key = weakref.ref(owner.__thisclass__), name
+            self._add(at, _above, key, _above(owner.__self__, key))
+
+    def _constant(self, x: Any) -> int | None:
+        found = self._numbers.get(id(x))
+        return self._add(0, _referred, weakref.ref(x), x) if found is None else found
+
+    def _add(self, parent: int, fetch: Callable[[Any, Any], Any], key: Any, value: Any) -> int | None:
+        found = self._noted.get((parent, fetch, key))
+        if found is not None:
+            return found
+        matches, expected = _expected(value)
+        return self._node(parent, fetch, key, value, matches, expected)
+
+    def _node(self, parent: int, fetch: Any, key: Any, value: Any, matches: Any, expected: Any) -> int | None:
+        if matches is None or len(self._nodes) >= _MOST:
+            self.complete = False
+            return None
+        self._nodes.append(_Node(parent, fetch, key, matches, expected))
+        at = self._noted[parent, fetch, key] = self._roots + len(self._nodes) - 1
+        if not isinstance(value, (*_SCALARS, Tensor)) and id(value) not in self._numbers:
+            self._numbers[id(value)] = at
+            self._held.append(value)
+            self._open(value, at)
+        return at
+
+    def _open(self, x: Any, at: int) -> None:
+        """Notes what is reached through something without an instruction that says so."""
+        if isinstance(x, FunctionType):
+            self._know_codes(x.__code__)
+            self._globals.setdefault(id(x.__globals__), at)
+            self._cells |= {id(cell): (at, i) for i, cell in enumerate(x.__closure__ or ())}
+            self._held += x.__closure__ or ()
+            for name in ("__defaults__", "__kwdefaults__"):
+                if (given := getattr(x, name)) and (inner := self._add(at, _slot, name, given)) is not None:
+                    for key, y in given.items() if type(given) is dict else enumerate(given):
+                        self._add(inner, _item, key, y)
+        elif isinstance(x, (MethodType, partial, staticmethod, classmethod, property)):
+            names = {partial: ("func", "args", "keywords"), property: ("fget",), MethodType: ("__func__", "__self__")}
+            for name in names.get(type(x), ("__func__",)):
+                self._add(at, _slot, name, getattr(x, name))
+        elif type(x) is tuple:
+            for key, y in enumerate(x):
+                self._add(at, _item, key, y)
+        elif type(x) is dict and type(self._nodes[at - self._roots].key) is str:  # keywords of a partial
+            for key, y in x.items() if self._nodes[at - self._roots].key == "keywords" else ():
+                self._add(at, _item, key, y)
+        elif isinstance(x, nn.Module):
+            self.module(x)
+
+    def _know_codes(self, code: CodeType) -> None:
+        if id(code) not in self._codes:
+            self._codes.add(id(code))
+            self._held.append(code)
+            for inner in code.co_consts:
+                if type(inner) is CodeType:
+                    self._know_codes(inner)
+
+
+def _is_users(kind: type) -> bool:
+    """Whether all that an object of a class holds are attributes."""
+    return kind.__dictoffset__ != 0 and not issubclass(kind, known.OWNERS) and not issubclass(kind, tuple)
+
+
+# -- what leads from one value to another
+
+
+def _itself(x: Any, key: Any) -> Any:
+    return x
+
+
+def _referred(x: Any, key: Any) -> Any:
+    return key()
+
+
+def _contents(x: Any, key: int) -> Any:
+    try:
+        return x.__closure__[key].cell_contents
+    except ValueError:
+        return GONE
+
+
+def _contents_of(cell: Any) -> Any:
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return GONE
+
+
+def _global(x: Any, key: str) -> Any:
+    return x.__globals__.get(key, GONE)
+
+
+def _module_global(x: Any, key: tuple[str, str]) -> Any:
+    module = sys.modules.get(key[0])
+    return GONE if module is None else module.__dict__.get(key[1], GONE)
+
+
+def _slot(x: Any, key: str) -> Any:
+    return getattr(x, key)
+
+
+def _way_to(x: Any, key: str) -> Callable[[Any, str], Any]:
+    """The fastest way to an attribute that finds it wherever it may have gone since."""
+    held, kind = known.dict_of(x), type(x)
+    if type(held) is not dict:
+        return _attribute
+    of_kind = known.of_type(kind, key)
+    if key in held:
+        return _attribute if hasattr(type(of_kind), "__set__") else _held
+    if isinstance(x, nn.Module) and of_kind is None:
+        return _in_module
+    return _of_kind if type(of_kind) in (FunctionType, property) and type(kind) is type else _attribute
+
+
+_dict_of = object.__getattribute__
+
+
+def _held(x: Any, key: str) -> Any:
+    return _dict_of(x, "__dict__").get(key, GONE)
+
+
+def _in_module(x: Any, key: str) -> Any:
+    held = _dict_of(x, "__dict__")
+    for part in (held, held["_modules"], held["_parameters"], held["_buffers"]):
+        if key in part:
+            return part[key]
+    return GONE
+
+
+def _of_kind(x: Any, key: str) -> Any:
+    return GONE if key in _dict_of(x, "__dict__") else getattr(type(x), key, GONE)
+
+
+def _attribute(x: Any, key: str) -> Any:
+    place, name = home(x, key)
+    found = place.get(name, GONE) if type(place) is dict else GONE
+    return of_class(x, key) if found is GONE else found
+
+
+def _above(x: Any, key: tuple[Any, str]) -> Any:
+    """What `super()` means."""
+    kinds = (x if isinstance(x, type) else type(x)).__mro__
+    above = kinds[kinds.index(key[0]()) + 1 :]
+    return next((kind.__dict__[key[1]] for kind in above if key[1] in kind.__dict__), GONE)
+
+
+def _item(x: Any, key: Any) -> Any:
+    if type(x) is dict:
+        return x.get(key, GONE)
+    return x[key] if -len(x) <= key < len(x) else GONE
+
+
+def _shape(x: Any, key: Any = None) -> Any:
+    return tuple(x) if type(x) is dict else len(x)
+
+
+def _elements(x: Any, key: Any) -> Any:
+    return frozenset(x)
+
+
+def _parts(module: nn.Module) -> Any:
+    return module.__dict__.get("_modules", {}).values()
+
+
+def _hooks(module: nn.Module) -> Any:
+    held = module.__dict__
+    return held.get("_forward_hooks") or held.get("_forward_pre_hooks") or "forward" in held
+
+
+# -- whether a value is what it was; that it is the same object was asked before
+
+
+def _expected(x: Any) -> tuple[Any, Any]:
+    kind = type(x)
+    if x is GONE or isinstance(x, _ONE):
+        return _never, x
+    if kind in (int, str, bool, bytes, type(None), torch.Size, torch.dtype, torch.device, range, frozenset):
+        return _is_equal, x
+    if kind in (float, complex):
+        return _is_alike, x
+    if kind in PLAIN_TENSORS:
+        with unseen():
+            return _is_tensor, (x.shape, x.dtype, x.device, x.requires_grad)
+    if kind is FunctionType:
+        return _has_code, x.__code__
+    if kind is tuple:
+        return _is_tuple, len(x)
+    if kind in (list, dict, MethodType, partial, set):
+        return _is_of, kind
+    try:
+        return _is_referred, weakref.ref(x)
+    except TypeError:
+        if kind in (staticmethod, classmethod):
+            return _never, x
+        # It cannot be known again, but all that is read of it is.
+        return (_is_of, kind) if _is_users(kind) or known.of_type(kind, "__slots__") is not None else (None, None)
+
+
+def _never(x: Any, expected: Any) -> bool:
+    return False
+
+
+def _is_equal(x: Any, expected: Any) -> bool:
+    return type(x) is type(expected) and x == expected
+
+
+def _is_alike(x: Any, expected: Any) -> bool:
+    return type(x) is type(expected) and repr(x) == repr(expected)  # 0.0 is not -0.0, and nan is nan
+
+
+def _is_tensor(x: Any, expected: Any) -> bool:
+    shape, dtype, device, grad = expected
+    kind = type(x) in PLAIN_TENSORS
+    return kind and x.shape == shape and x.dtype is dtype and x.requires_grad is grad and x.device == device
+
+
+def _has_code(x: Any, expected: Any) -> bool:
+    return type(x) is FunctionType and x.__code__ is expected
+
+
+def _is_tuple(x: Any, expected: Any) -> bool:
+    return type(x) is tuple and len(x) == expected
+
+
+def _is_of(x: Any, expected: Any) -> bool:
+    return type(x) is expected
+
+
+def _is_referred(x: Any, expected: Any) -> bool:
+    return expected() is x
+
+
+def _is_same_module(x: Any, expected: Any) -> bool:
+    # All parts live as long as they are the same: so does each id.
+    return x is not None and not _hooks(x) and (not expected or tuple(map(id, _parts(x))) == expected)
