@@ -446,6 +446,141 @@ def bool_for_an_int(count: Count) -> Any:
     return lambda h: count.impure(h) if config["n"] is True else h.sin(), lambda: config.update(n=True)
 
 
+@case
+def keywords_of_a_dict(count: Count) -> Any:
+    def use(h: Tensor, on: bool = False) -> Tensor:
+        return count.impure(h) if on else h.sin()
+
+    config = {"on": False}
+    return lambda h: use(h, **config), lambda: config.update(on=True)
+
+
+@case
+def copy_of_a_dict(count: Count) -> Any:
+    config = {"on": False}
+    return lambda h: count.impure(h) if {**config}["on"] else h.sin(), lambda: config.update(on=True)
+
+
+@case
+def elements_spread(count: Count) -> Any:
+    items = [1, 2]
+    return lambda h: count.impure(h) if [*items][1] > 2 else h.sin(), lambda: items.__setitem__(1, 5)
+
+
+@case
+def slice_of_a_list(count: Count) -> Any:
+    items = [1, 2]
+    return lambda h: count.impure(h) if items[1:] == [5] else h.sin(), lambda: items.__setitem__(1, 5)
+
+
+@case
+def text_of_a_list(count: Count) -> Any:
+    items = [1, 2]
+    return lambda h: count.impure(h) if "5" in f"{items}" else h.sin(), lambda: items.__setitem__(1, 5)
+
+
+@case
+def text_with_a_width(count: Count) -> Any:
+    config = Config()
+    return (
+        lambda h: count.impure(h) if f"{config.scale:.1f}" == "2.0" else h.sin(),
+        lambda: setattr(config, "scale", 2.0),
+    )
+
+
+@case
+def matched_attribute(count: Count) -> Any:
+    config = Config()
+
+    def run(h: Tensor) -> Tensor:
+        match config:
+            case Config(on=True):
+                return count.impure(h)
+            case _:
+                return h.sin()
+
+    return run, lambda: setattr(config, "on", True)
+
+
+@case
+def matched_item(count: Count) -> Any:
+    config = {"on": False}
+
+    def run(h: Tensor) -> Tensor:
+        match config:
+            case {"on": True}:
+                return count.impure(h)
+            case _:
+                return h.sin()
+
+    return run, lambda: config.update(on=True)
+
+
+@case
+def matched_sequence(count: Count) -> Any:
+    items = [1]
+
+    def run(h: Tensor) -> Tensor:
+        match items:
+            case [_, _]:
+                return count.impure(h)
+            case _:
+                return h.sin()
+
+    return run, lambda: items.append(2)
+
+
+@case
+def which_list_it_is(count: Count) -> Any:
+    first, second = [1], [1]
+    config: dict[str, list[int]] = {"a": first, "b": second}
+    return lambda h: count.impure(h) if config["a"] is config["b"] else h.sin(), lambda: config.update(b=first)
+
+
+@case
+def place_in_memory(count: Count) -> Any:
+    first, config = [1], {"b": [1]}
+    place = id(first)
+    return lambda h: count.impure(h) if id(config["b"]) == place else h.sin(), lambda: config.update(b=first)
+
+
+@case
+def name_that_is_imported(count: Count) -> Any:
+    def run(h: Tensor) -> Tensor:
+        from tests.loop.test_known_reads import IS_ON as on
+
+        return count.impure(h) if on else h.sin()
+
+    patch(sys.modules[__name__], "IS_ON", False)
+    return run, lambda: patch(sys.modules[__name__], "IS_ON", True)
+
+
+@case
+def value_above(count: Count) -> Any:
+    class Inner(Config):
+        scale = 3.0
+
+        def asked(self) -> float:
+            return super().scale
+
+    config = Inner()
+    return lambda h: count.impure(h) if config.asked() > 1 else h.sin(), lambda: patch(Config, "scale", 2.0)
+
+
+@case
+def globals_by_name(count: Count) -> Any:
+    patch(sys.modules[__name__], "IS_ON", False)
+    change = lambda: patch(sys.modules[__name__], "IS_ON", True)  # noqa: E731
+    return lambda h: count.impure(h) if globals()["IS_ON"] else h.sin(), change
+
+
+@case
+def text_that_is_evaluated(count: Count) -> Any:
+    patch(sys.modules[__name__], "IS_ON", False)
+    change = lambda: patch(sys.modules[__name__], "IS_ON", True)  # noqa: E731
+    return lambda h: count.impure(h) if eval("IS_ON") else h.sin(), change
+
+
 _patched: list[tuple[Any, str, Any]] = []
 
 

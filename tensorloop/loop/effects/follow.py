@@ -84,8 +84,7 @@ def _has_functions() -> bool:
 def own(trees: Iterable[Any], holders: Iterable[Any] = ()) -> None:
     """Tells who follows this thread's steps: these containers and attributes are in a carry, and the loop made them."""
     for judge in _here.judges:
-        judge.own(trees)
-        judge.made.update(map(id, holders))
+        judge.own(trees, holders)
 
 
 def refuse_older(objects: Iterable[Any], what: str) -> None:

@@ -20,6 +20,10 @@ _STORES = {
     "DELETE_SUBSCR": "delete_item",
     "STORE_SLICE": "store_slice",
 }
+# Those that read what they are given, and how many values that is.
+_USES = {"COMPARE_OP": 2, "BINARY_OP": 2, "BINARY_SLICE": 3, "MATCH_KEYS": 2, "MATCH_MAPPING": 1, "MATCH_SEQUENCE": 1}
+_USES |= dict.fromkeys(("DICT_MERGE", "DICT_UPDATE", "FORMAT_SIMPLE", "CONVERT_VALUE", "GET_LEN"), 1)
+_USES |= {"FORMAT_WITH_SPEC": 2, "FORMAT_VALUE": 2}
 _PUSHES_EXCEPTION = "PUSH_EXC_INFO"
 
 
@@ -112,8 +116,10 @@ def _read_of(code: CodeType, i: dis.Instruction) -> tuple[str | None, Any]:
         return "read_global", i.argval
     if i.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and i.argval in code.co_freevars:
         return "read_deref", (i.arg, i.argval)
-    if i.opname in ("COMPARE_OP", "BINARY_OP"):
-        return "operands", 2
+    if i.opname in ("LOAD_SUPER_ATTR", "IMPORT_FROM"):
+        return "inherits" if i.opname == "LOAD_SUPER_ATTR" else "read_attr", i.argval
+    if i.opname in _USES:
+        return "operands", _USES[i.opname]
     if i.opname.startswith(("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF")):
         return "operands", 1
     return None, None

@@ -62,6 +62,7 @@ class Judge(Calls):
         # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing needs
         # to be held: loops inside look whether anything of a step lives on.
         self.made = set[int]()
+        self.carried = set[int]()  # `__dict__`s of objects whose attributes are in a carry, by id
         self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
         self._contexts = dict[int, tuple[ContextVar[Any], Any, Effect]]()  # those that were set, and what they were
@@ -83,8 +84,10 @@ class Judge(Calls):
         if not _COUNTED["n"] and _COUNTED["collects"]:
             gc.enable()
 
-    def own(self, trees: Iterable[Any]) -> None:
-        """The containers in these are the step's own: the loop made them."""
+    def own(self, trees: Iterable[Any], holders: Iterable[Any] = ()) -> None:
+        """The containers in these are the step's own: the loop made them; and so are these objects and `__dict__`s."""
+        self.carried.update(map(id, holders))
+        self.made |= self.carried
         self.made.update(id(x) for tree in trees for x in pytree.nodes(tree))
 
     def writers(self) -> bool:
@@ -240,7 +243,7 @@ class Judge(Calls):
         new = self.is_new(owner) and not known.is_proxy(kind)
         if new and (name != "__dict__" or self.is_new(value)):
             return
-        if id(known.dict_of(owner)) in self.made:  # of an object whose attributes are in the carry
+        if id(known.dict_of(owner)) in self.carried:
             return
         path = None if depth is None else said(frame, depth)
         what = f"{path}.{name}" if path else f"{name} of a {kind.__name__} from outside"
@@ -361,6 +364,12 @@ class Judge(Calls):
         if base is not None and base is not owner:
             self.reads(frame, base, name, what)
 
+    def inherits(self, frame: types.FrameType, name: str) -> None:
+        """Judges LOAD_SUPER_ATTR."""
+        _, kind, owner = operands(frame, 3)
+        if self.kept is not None:
+            self.kept.inherited(kind, owner, name)
+
     def operands(self, frame: types.FrameType, n: int) -> None:
         """Judges that the upper n values are read."""
         for x in operands(frame, n) if self.notes is not None or self.kept is not None else ():
@@ -381,6 +390,8 @@ class Judge(Calls):
     def identity(self, frame: types.FrameType, _: Any) -> None:
         """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
         a, b = operands(frame, 2)
+        if self.kept is not None:
+            self.kept.compared(a, b)
         if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
             self.refuse(frame, "asks whether two tensors that it was given are the same")
 
@@ -413,7 +424,7 @@ class Judge(Calls):
         found = known.dict_of(owner)
         if self.kept is not None and not self.is_new(owner):
             self.kept.complete = False
-        if type(found) is dict and id(found) not in self.made:
+        if type(found) is dict and id(found) not in self.carried:
             if self.is_new(owner):
                 self.made.add(id(found))
             else:
@@ -428,6 +439,8 @@ class Judge(Calls):
     def is_class(self, frame: types.FrameType, _: Any) -> None:
         """Judges MATCH_CLASS."""
         subject, kind, _ = operands(frame, 3)
+        if self.kept is not None:  # attributes of it are read
+            self.kept.complete &= isinstance(subject, known.PLAIN) or self.is_new(subject)
         self.number(frame, subject, kind)
 
     def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.storage import PLAIN as PLAIN_TENSORS
 from tensorloop.loop.effects import known
-from tensorloop.loop.effects.notes import GONE, class_with, home, of_class
+from tensorloop.loop.effects.notes import GONE, home, of_class
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
@@ -114,7 +114,7 @@ class Reads:
         elif known.is_proxy(kind) or issubclass(kind, threading.local):
             self.complete = False
         elif kind is super:
-            self._inherited(owner, name)
+            self.inherited(owner.__thisclass__, owner.__self__, name)
         elif not isinstance(owner, _SCALARS):
             at = self._numbers.get(id(owner))
             if at is None and is_new(owner):
@@ -128,6 +128,19 @@ class Reads:
             if at is None and issubclass(kind, (type, ModuleType)):
                 at = self._constant(owner)
             self._part(at, _way_to(owner, name), name, owner)
+
+    def inherited(self, kind: Any, owner: Any, name: str) -> None:
+        """What `super()` means: a method's code is asked for where it begins."""
+        kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
+        above = kinds[kinds.index(kind) + 1 :] if kind in kinds else ()
+        found = next((base.__dict__[name] for base in above if name in base.__dict__), None)
+        self.complete &= isinstance(found, (FunctionType, *_ONE))
+
+    def compared(self, a: Any, b: Any) -> None:
+        """`a is b`: of containers it is known what is in them, not which they are."""
+        self.complete &= (
+            a is None or b is None or not {type(a), type(b)} & {list, dict, set, tuple, MethodType, partial}
+        )
 
     def item(self, container: Any, key: Any, is_new: Callable[[Any], bool]) -> None:
         """An item."""
@@ -143,10 +156,9 @@ class Reads:
 
     def given(self, name: str, args: Sequence[Any], is_new: Callable[[Any], bool]) -> None:
         """A function in C, by its name, reads what it is given."""
+        self.complete &= name not in ("id", "hash")
         for x in args:
-            if isinstance(x, Tensor):
-                self.complete &= name not in ("id", "hash")
-            else:
+            if not isinstance(x, Tensor):
                 self.whole(x, is_new, name in _ASK_KIND)
 
     def whole(self, x: Any, is_new: Callable[[Any], bool], asks_kind: bool = True, depth: int = 4) -> None:
@@ -195,14 +207,12 @@ class Reads:
         code, caller = frame.f_code, frame.f_back
         if id(code) not in self._codes and not (caller and known.module_of(caller).startswith("tensorloop.loop")):
             first = frame.f_locals.get(code.co_varnames[0]) if code.co_argcount else None
-            kind = first if isinstance(first, type) else type(first)
-            base = class_with(kind, code.co_name)
-            found = None if base is None else base.__dict__[code.co_name]
-            found = getattr(found, "fget", None) or getattr(found, "__func__", found)
-            if getattr(found, "__code__", None) is not code:  # neither a method nor a property
+            kinds = (first if isinstance(first, type) else type(first)).__mro__
+            base = next((kind for kind in kinds if _runs(kind.__dict__.get(code.co_name), code)), None)
+            if base is None:  # neither a method nor a property
                 self.complete = False
-            elif not is_new(kind):
-                self._part(self._constant(kind), _attribute, code.co_name, kind)
+            elif not is_new(base):
+                self._part(self._constant(base), _attribute, code.co_name, base)
         self.complete &= bool(code.co_flags & 2)
         self._know_codes(code)
 
@@ -213,14 +223,6 @@ class Reads:
             self.complete = False
         else:
             self._add(at, fetch, key, fetch(owner, key))
-
-    def _inherited(self, owner: Any, name: str) -> None:
-        at = self._numbers.get(id(owner.__self__))
-        if at is None:
-            self.complete = False
-        else:
-            key = weakref.ref(owner.__thisclass__), name
-            self._add(at, _above, key, _above(owner.__self__, key))
 
     def _constant(self, x: Any) -> int | None:
         found = self._numbers.get(id(x))
@@ -276,6 +278,11 @@ class Reads:
             for inner in code.co_consts:
                 if type(inner) is CodeType:
                     self._know_codes(inner)
+
+
+def _runs(x: Any, code: CodeType) -> bool:
+    """Whether a method or a property runs a code."""
+    return getattr(getattr(x, "fget", None) or getattr(x, "__func__", x), "__code__", None) is code
 
 
 def _is_users(kind: type) -> bool:
@@ -357,13 +364,6 @@ def _attribute(x: Any, key: str) -> Any:
     place, name = home(x, key)
     found = place.get(name, GONE) if type(place) is dict else GONE
     return of_class(x, key) if found is GONE else found
-
-
-def _above(x: Any, key: tuple[Any, str]) -> Any:
-    """What `super()` means."""
-    kinds = (x if isinstance(x, type) else type(x)).__mro__
-    above = kinds[kinds.index(key[0]()) + 1 :]
-    return next((kind.__dict__[key[1]] for kind in above if key[1] in kind.__dict__), GONE)
 
 
 def _item(x: Any, key: Any) -> Any:
