@@ -6,6 +6,7 @@ import array
 import bisect
 import collections
 import contextlib
+import contextvars
 import copy
 import dataclasses
 import functools
@@ -19,6 +20,7 @@ import random
 import struct
 import threading
 import types
+import warnings
 import weakref
 from collections.abc import Callable
 from typing import Any
@@ -26,7 +28,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
-from torch import nn
+from torch import Tensor, nn
 
 import tensorloop as tl
 from tensorloop.loop.effects.follow import following
@@ -369,3 +371,108 @@ def test_types_of_numbers_that_are_read(test: str) -> None:
     body, _ = body_of("n = c.argmax().item()", f"c = c * (2 if {test} else 3)")
     found = tl.scan(body, torch.ones(2), torch.ones(5, 2), compile=True)[0]
     torch.testing.assert_close(found, tl.scan(body, torch.ones(2), torch.ones(5, 2))[0])
+
+
+class Failures:
+    n = found = 0
+
+
+@pytest.mark.eager_only("the kind of loop is given")
+@pytest.mark.parametrize("how", [{"compile": True}, {"compile": True, "checkpoints": 2}], ids=["compiled", "both"])
+def test_what_comes_after_a_refusal_that_the_body_has_caught_is_refused_too(how: dict[str, Any]) -> None:
+    items: list[int] = []
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        try:
+            Failures.n += 1
+        except:  # noqa: E722
+            Failures.found += 1
+            items.append(2)
+        items.append(1)
+        return torch.tanh(c + x * (len(items) % 3)), None
+
+    def run(**options: Any) -> Tensor:
+        items.clear()
+        Failures.n = Failures.found = 0
+        return tl.scan(body, torch.zeros(()), torch.ones(4), **options)[0]
+
+    expected = run()
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
+        torch.testing.assert_close(run(**how), expected)
+        assert (Failures.n, Failures.found, items) == (4, 0, [1] * 4)
+    assert Failures.found == 0
+
+
+class Finalized:
+    n = 0
+
+    def __del__(self) -> None:
+        Finalized.n += 1
+
+
+@pytest.mark.eager_only("the kind of loop is given")
+def test_a_finalizer_may_not_hide_an_effect(capfd: pytest.CaptureFixture[str]) -> None:
+    items: list[int] = []
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        Finalized()
+        items.append(1)
+        return torch.tanh(c + x * (len(items) % 3)), None
+
+    expected = tl.scan(body, torch.zeros(()), torch.ones(4))[0]
+    items.clear()
+    Finalized.n = 0
+    with pytest.warns(tl.loop.NotCompiledWarning, match=r"sets Finalized\.n"):
+        found = tl.scan(body, torch.zeros(()), torch.ones(4), compile=True)[0]
+    torch.testing.assert_close(found, expected)
+    assert (Finalized.n, items) == (4, [1] * 4)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.eager_only("the kind of loop is given")
+@pytest.mark.parametrize("reads_a_value", [False, True])
+def test_a_context_variable_that_had_no_value_has_none_afterwards(reads_a_value: bool) -> None:
+    number: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        number.set(number.get() + 1)
+        if reads_a_value and (c > 99).any().item():
+            c = c * 2
+        return torch.tanh(c + x * number.get()), None
+
+    found = []
+    for how in ({}, {"compile": True}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
+            run = lambda how=how: (tl.scan(body, torch.zeros(()), torch.ones(4), **how)[0], number.get())  # noqa: E731
+            found.append(contextvars.copy_context().run(run))
+    assert found[0] == found[1]
+
+
+@pytest.mark.eager_only("the kind of loop is given")
+def test_a_condition_that_writes_to_a_file_is_asked_no_more_than_by_the_eager_loop() -> None:
+    file = io.StringIO()
+
+    def cond(c: Any) -> Tensor:
+        print("a", file=file)
+        return c.sum() < 3
+
+    counts = []
+    for how in ({}, {"compile": True}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
+            tl.while_loop(cond, lambda c: c + 1, torch.zeros(()), **how)
+        counts.append(len(file.getvalue()) - sum(counts))
+    assert counts[0] == counts[1]
+
+
+@pytest.mark.eager_only("the kind of loop is given")
+def test_which_object_a_number_is_stays_pythons() -> None:
+    def body(i: int, c: Tensor) -> Tensor:
+        return c * (2.0 if i is i + 0 else 3.0)
+
+    expected = tl.fori_loop(0, 4, body, torch.ones(()))
+    with pytest.warns(tl.loop.NotCompiledWarning, match="are one object"):
+        found = tl.fori_loop(0, 4, body, torch.ones(()), compile=True)
+    assert found == expected

@@ -150,7 +150,7 @@ class Calls:
     def _of_module(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:
         module, name = getattr(f, "__module__", None) or "", f.__name__
         if module == "builtins":
-            return self._built_in(frame, name, args)
+            return self._built_in(frame, name, args, names)
         if module == "_io" and name == "open":
             return self.refuse(frame, "calls open()")
         if module.partition(".")[0] == "torch":
@@ -173,13 +173,14 @@ class Calls:
             return self._arguments(frame, name, args)
         return self.refuse(frame, f"calls {module}.{name}()")
 
-    def _built_in(self, frame: _Frame, name: str, args: list[Any]) -> None:
+    def _built_in(self, frame: _Frame, name: str, args: list[Any], names: tuple[str, ...]) -> None:
         if name in ("setattr", "delattr", "next") and not args:
             return self.refuse(frame, f"hands on {name}")
         if name in ("setattr", "delattr"):
             return self.attribute(frame, args[0], args[1], args[2] if len(args) > 2 else GONE)
         if name == "print" and self.writers():
-            return None
+            given = dict(zip(names, args[len(args) - len(names) :], strict=True))
+            return self._of(frame, given.get("file") or sys.stdout, "write", [])
         if name in known.OUTSIDE:
             return self.refuse(frame, f"calls {name}()")
         if name in ("globals", "eval", "dir", "vars", "locals") and self.kept is not None:

@@ -23,6 +23,7 @@ from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, bl
 from tensorloop.loop.effects.judge import Effect, Judge
 from tensorloop.loop.effects.notes import Undone
 from tensorloop.loop.effects.operands import by_code, steps_of
+from tensorloop.loop.effects.tracing import tracer
 
 _monitoring: Any = getattr(sys, "monitoring", None)
 R = TypeVar("R")
@@ -324,7 +325,7 @@ else:
     def start(judge: Judge) -> Any:
         """From here on the user's code in this thread is followed."""
         state, _here.judges = (_here.judges, sys.gettrace()), (*_here.judges, judge)
-        sys.settrace(_on_call)
+        resume()
         return state
 
     def stop(state: Any) -> None:
@@ -336,4 +337,8 @@ else:
         if now is not _on_call and judge.seen is None and now is not None:  # a debugger was begun in the body, say
             judge.seen = Effect("sets another trace function", ("<unknown>", 0))
 
-    rest, resume = functools.partial(sys.settrace, None), functools.partial(sys.settrace, _on_call)
+    rest = functools.partial(sys.settrace, None)
+
+    def resume() -> None:
+        """Goes on."""
+        tracer(_on_call)()

@@ -8,6 +8,7 @@ it was seen. All else counts as older: that refuses more than it must, and nothi
 
 import collections
 import gc
+import sys
 import types
 from collections.abc import Iterable
 from contextvars import ContextVar
@@ -27,7 +28,8 @@ from tensorloop.loop.effects.reads import Reads
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _KEYWORDS = 8  # flag of codes that take **kwargs
 _STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
-_COUNTED = {"n": 0, "collects": True}  # judges in all threads: the collector rests while there are any
+# Judges in all threads: the collector rests while there are any, and what a finalizer may not do is not printed.
+_COUNTED: dict[str, Any] = {"n": 0, "collects": True, "said by": None}
 
 
 class Effect(BaseException):
@@ -65,24 +67,29 @@ class Judge(Calls):
         self.carried = set[int]()  # `__dict__`s of objects whose attributes are in a carry, by id
         self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
-        self._contexts = dict[int, tuple[ContextVar[Any], Any, Effect]]()  # those that were set, and what they were
+        self._contexts = dict[int, tuple[ContextVar[Any], Any, Any, Effect]]()  # those set, as they were
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
         self._young: set[int] | None = None
         self.generators: dict[int, Any] | None = None  # the user's, by id, and the state in which each was met
         self._counts = False  # whether the instruction at hand stores what was counted on from there
         self.own(given)
         if not _COUNTED["n"]:
-            _COUNTED["collects"] = gc.isenabled()
+            _COUNTED["collects"], _COUNTED["said by"] = gc.isenabled(), sys.unraisablehook
             gc.disable()
+            sys.unraisablehook = _say_unless_refused
         _COUNTED["n"] += 1
         self._mark: Any = []  # tracked: all behind it is new
 
     def end(self) -> None:
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
+        self.finish()
         self.begun, self._older_dicts, self._young, self._mark = {}, {}, None, None
         _COUNTED["n"] -= 1
-        if not _COUNTED["n"] and _COUNTED["collects"]:
-            gc.enable()
+        if not _COUNTED["n"]:
+            if _COUNTED["collects"]:
+                gc.enable()
+            if sys.unraisablehook is _say_unless_refused:
+                sys.unraisablehook = _COUNTED["said by"]
 
     def own(self, trees: Iterable[Any], holders: Iterable[Any] = ()) -> None:
         """The containers in these are the step's own: the loop made them; and so are these objects and `__dict__`s."""
@@ -291,16 +298,20 @@ class Judge(Calls):
     def context(self, frame: types.FrameType, variable: ContextVar[Any], name: str) -> None:
         """Judges a call of a ContextVar, which may be set if it is reset in the same step."""
         if name == "set" and id(variable) not in self._contexts:
+            was = _value_of(variable)
+            if was is GONE:
+                self.refuse(frame, "sets a ContextVar that has no value")
             place = known.users(frame)
             effect = Effect("sets a ContextVar and does not reset it", (place.f_code.co_filename, place.f_lineno))
-            self._contexts[id(variable)] = variable, variable.get(GONE), effect
+            self._contexts[id(variable)] = variable, variable.set(was), was, effect
 
     def finish(self) -> None:
         """The step is over: what had to be as before is so, or is made so and counts as an effect."""
-        for variable, was, effect in self._contexts.values():
+        for variable, token, was, effect in self._contexts.values():
             if variable.get(GONE) is not was:
-                variable.set(was)
                 self.seen = self.seen or effect
+            variable.reset(token)
+        self._contexts.clear()
 
     def in_place(self, frame: types.FrameType, name: str) -> None:
         """Judges an operator that may change its left side."""
@@ -394,6 +405,8 @@ class Judge(Calls):
             self.kept.compared(a, b)
         if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
             self.refuse(frame, "asks whether two tensors that it was given are the same")
+        if a is not None and b is not None and (_stands_for(a) or _stands_for(b)):
+            self.refuse(frame, "asks whether two numbers, of which the loop gives one, are one object")
 
     def iterates(self, frame: types.FrameType, _: Any) -> None:
         """Judges that the top value is iterated over."""
@@ -445,9 +458,7 @@ class Judge(Calls):
 
     def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:
         """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
-        stands_for = _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
-        if type(x).__name__ == "NumberRead":
-            stands_for = x.__class__
+        stands_for = _stands_for(x)
         if stands_for is None:
             return
         try:
@@ -469,6 +480,11 @@ class Judge(Calls):
             self.refuse(frame, f"enters a {kind.__name__}")
 
 
+def _say_unless_refused(said: Any) -> None:
+    if not isinstance(said.exc_value, Effect):
+        _COUNTED["said by"](said)
+
+
 def _is_made_above(frame: types.FrameType, name: str) -> bool:
     """Whether a variable of a closure belongs to a function that runs further up, within the step."""
     outer = frame.f_back
@@ -477,6 +493,20 @@ def _is_made_above(frame: types.FrameType, name: str) -> bool:
             return True
         outer = outer.f_back
     return False
+
+
+def _stands_for(x: Any) -> type | None:
+    """The type of number that something stands for."""
+    if type(x).__name__ == "NumberRead":
+        return x.__class__
+    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
+
+
+def _value_of(variable: ContextVar[Any]) -> Any:
+    try:
+        return variable.get()
+    except LookupError:
+        return GONE
 
 
 def _contents(found: types.CellType) -> Any:

@@ -95,7 +95,7 @@ class Undone(StepNotes):
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
         super().writes(owner, name, was, anew)
-        return name is not ELEMENTS or _copied(owner) is not None
+        return _can_be_undone(owner, name)
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
@@ -105,18 +105,19 @@ class Undone(StepNotes):
 class Asked(StepNotes):
     """What a condition writes that is asked in Python between compiled steps, and that the body must not read.
 
-    The body itself (`writers` False) may write nothing.
+    The body itself, while nothing is asked, may write nothing; and a condition nothing that cannot be put back.
     """
 
-    writers = False
+    writers = asks = False
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
-        return self.writers and (id(owner), name) not in self._read and super().writes(owner, name, was, anew)
+        right = self.asks and (id(owner), name) not in self._read and _can_be_undone(owner, name)
+        return right and super().writes(owner, name, was, anew)
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
-        if self.writers:
+        if self.asks:
             return True
         self._read.add((id(owner), name))
         return (id(owner), name) not in self._written
@@ -124,15 +125,19 @@ class Asked(StepNotes):
     @contextmanager
     def asking(self) -> Iterator[None]:
         """The condition runs inside."""
-        self.writers = True
+        self.asks = True
         try:
             yield
         finally:
-            self.writers = False
+            self.asks = False
 
     def keep(self) -> None:
         """What has been written so far is done."""
         self._before.clear()
+
+
+def _can_be_undone(owner: Any, name: Any) -> bool:
+    return name is not ELEMENTS or _copied(owner) is not None
 
 
 def _copied(x: Any) -> Any:

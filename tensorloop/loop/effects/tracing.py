@@ -1,0 +1,120 @@
+"""Tracing on Python 3.11 that goes on after an error.
+
+`sys.settrace` takes a trace function away as soon as it raises. An error with which an effect is refused may be caught
+by the body, by a bare `except` or where a finalizer runs, and what comes after it is to be refused, too. So the
+function is handed to the interpreter by a few instructions of our own, which do as CPython's and leave it there.
+"""
+
+import ctypes
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
+_held: list[Any] = []
+_EVENTS = ["call", "exception", "opcode"]
+_TRACE_AT = 32  # byte of `f_trace` in a PyFrameObject of CPython 3.11
+# Calls `self` where a frame begins (0), and the function in `f_trace`, if any, for an exception (1) and an opcode (7).
+_TEXT = """
+define i32 @traced(ptr %self, ptr %frame, i32 %what, ptr %arg) {
+  switch i32 %what, label %none [i32 0, label %begins i32 1, label %inside i32 7, label %inside]
+none:
+  ret i32 0
+begins:
+  br label %call
+inside:
+  %place = getelementptr i8, ptr %frame, i64 TRACE
+  %local = load ptr, ptr %place
+  %empty = icmp eq ptr %local, null
+  br i1 %empty, label %none, label %call
+call:
+  %f = phi ptr [%self, %begins], [%local, %inside]
+  %is0 = icmp eq i32 %what, 0
+  %is1 = icmp eq i32 %what, 1
+  %other = select i1 %is1, i64 NAME1, i64 NAME2
+  %name = select i1 %is0, i64 NAME0, i64 %other
+  %event = inttoptr i64 %name to ptr
+  %do = inttoptr i64 CALL to ptr
+  %out = call ptr (ptr, ...) %do(ptr %f, ptr %frame, ptr %event, ptr %arg, ptr null)
+  %failed = icmp eq ptr %out, null
+  br i1 %failed, label %error, label %done
+error:
+  ret i32 -1
+done:
+  %stays = icmp eq ptr %out, inttoptr (i64 NONE to ptr)
+  %keep = xor i1 %is0, true
+  %skip = or i1 %stays, %keep
+  br i1 %skip, label %drop, label %store
+store:
+  %at = getelementptr i8, ptr %frame, i64 TRACE
+  store ptr %out, ptr %at
+  ret i32 0
+drop:
+  %let = inttoptr i64 DROP to ptr
+  call void %let(ptr %out)
+  ret i32 0
+}
+"""
+
+
+def _made(text: str) -> tuple[Any, Callable[[Any], Callable[[], None]]]:
+    """(who holds the instructions, what makes a function that has a trace function called by them)."""
+    from llvmlite import binding
+
+    binding.initialize_native_target()
+    binding.initialize_native_asmprinter()
+    machine = binding.Target.from_default_triple().create_target_machine()
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
+    engine.finalize_object()
+    set_trace = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.py_object)(("PyEval_SetTrace", ctypes.pythonapi))
+    return engine, functools.partial(functools.partial, set_trace, engine.get_function_address("traced"))
+
+
+@functools.cache
+def tracer(function: Any) -> Callable[[], None]:
+    """What sets a trace function: for good, if the interpreter is known, else as `sys.settrace` does."""
+    api = ctypes.pythonapi
+    numbers = {"NONE": id(None), "TRACE": _TRACE_AT} | {f"NAME{k}": id(x) for k, x in enumerate(_EVENTS)}
+    for name, called in {"CALL": api.PyObject_CallFunctionObjArgs, "DROP": api.Py_DecRef}.items():
+        numbers[name] = ctypes.cast(called, ctypes.c_void_p).value or 0
+    text = _TEXT
+    for name, number in numbers.items():
+        text = text.replace(name, str(number))
+    try:
+        engine, made = _made(text)
+    except (ImportError, RuntimeError):
+        return functools.partial(sys.settrace, function)
+    _held.append(engine)
+    return made(function) if _works(made) else functools.partial(sys.settrace, function)
+
+
+def _works(made: Callable[[Any], Callable[[], None]]) -> bool:
+    """Whether a function that has raised an error is still there, as a test."""
+    events = list[str]()
+
+    def begins(frame: Any, event: str, arg: Any) -> Any:
+        if frame.f_code is not probe.__code__:
+            return None
+        frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return local
+
+    def local(frame: Any, event: str, arg: Any) -> None:
+        events.append(event)
+        if event == "opcode" and events.count("opcode") in (3, 9):
+            raise ZeroDivisionError
+
+    def probe() -> int:
+        try:
+            return 1 + len(events)
+        except ZeroDivisionError:
+            return 2
+
+    before = sys.gettrace()
+    made(begins)()
+    try:
+        probe()
+    except ZeroDivisionError:
+        pass
+    finally:
+        sys.settrace(before)
+    return events.count("opcode") >= 9
