@@ -458,8 +458,8 @@ def test_a_condition_that_writes_to_a_file_is_asked_no_more_than_by_the_eager_lo
         print("a", file=file)
         return c.sum() < 3
 
-    counts = []
-    for how in ({}, {"compile": True}):
+    counts, ways = list[int](), list[Any]([{}, {"compile": True}])
+    for how in ways:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
             tl.while_loop(cond, lambda c: c + 1, torch.zeros(()), **how)

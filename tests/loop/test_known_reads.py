@@ -693,7 +693,8 @@ def test_known_steps_hold_no_objects() -> None:
         def body(c: Tensor, x: Tensor) -> Any:
             return (cell(c, x)[0] * w if not config.on else c), None
 
-        for how in ({"compile": True}, {"checkpoints": 2}):
+        ways: list[Any] = [{"compile": True}, {"checkpoints": 2}]
+        for how in ways:
             tl.scan(body, torch.ones(2, dtype=torch.float64, requires_grad=True), XS, **how)
         return [weakref.ref(x) for x in (cell, config, w, body)]
 
