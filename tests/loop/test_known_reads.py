@@ -326,7 +326,7 @@ def module_in_a_list(count: Count) -> Any:
 
 
 @case
-def hook(count: Count) -> Any:
+def hook(count: Any) -> Any:
     model = nn.Sequential(nn.Tanh())
     return lambda h: model(h), lambda: model[0].register_forward_hook(lambda _, __, out: count.impure(out))
 
