@@ -12,7 +12,7 @@ from tensorloop._common.uploads import upload
 from tensorloop.packed import reordered_shapes, segments
 from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.dim import Dim
-from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.size import FromEnd, RaggedSize
 
 _ALL = slice(None)
 
@@ -247,6 +247,9 @@ def crop(p: Packed, times: slice) -> Packed:
             return default
         if isinstance(x, RaggedSize) and len(x._dim) == len(lens):  # the size of each row, maybe of another tensor's
             return torch.minimum(x._dim._host_lens, lens)
+        if isinstance(x, FromEnd) and len(x._dim) == len(lens):
+            own = x._dim._host_lens
+            return torch.where(own > 0, lens - own, 0).clamp(min=0)  # -0 is the beginning, as in Python
         n = arguments.as_int(x)
         return torch.clamp(lens + n, min=0) if n < 0 else torch.clamp(lens, max=n)
 

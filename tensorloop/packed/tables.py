@@ -1,0 +1,268 @@
+"""Tables: ordinary tensors that were made by T and know which of their dims are as long as the longest row.
+
+Every row has the beginning of a table. What works entry by entry keeps that. Any other function is run for the longest
+row and, without a gradient, for each other length there is: where a row alone would have the beginning of the same
+numbers, the result is a table again, and else it is refused. So nothing has to be known of a function, and
+`arange(T).flip(0)` or `len(arange(T))`, which no number is right for, are not the longest row's in silence.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.closeness import CLOSE
+from tensorloop._common.errors import Fact, WrongValue
+from tensorloop._common.faces import late
+from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
+from tensorloop._torch.overrides import unseen_by_classes
+from tensorloop._torch.storage import PLAIN
+from tensorloop.packed.dim import Dim, describe_difference
+from tensorloop.packed.size import FromEnd, NoNumber, RaggedSize, no_number
+
+_by_size = late("packed.by_size", "run")
+_is_pointwise: Callable[[str], bool] = late("packed.pointwise", "is_pointwise")
+_KEEP = frozenset({"to", "cpu", "cuda", "type_as", "__deepcopy__"})
+# Which say nothing of sizes, or change a tensor in place entry by entry.
+_FACTS = frozenset(
+    {
+        *("dim", "is_floating_point", "is_complex", "element_size", "is_contiguous", "data_ptr", "untyped_storage"),
+        *("requires_grad_", "storage_offset", "__hash__", "backward", "register_hook", "retain_grad", "get_device"),
+        *(f"__i{name}__" for name in ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "and", "or", "xor")),
+        "copy_",
+    }
+)
+_SEEN = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})  # attributes that are tensors of the same numbers
+# Of which a gradient goes to entries that they choose.
+_CHOOSES = frozenset(
+    {"max", "amax", "min", "amin", "aminmax", "median", "nanmedian", "kthvalue", "mode", "topk", "sort"}
+)
+
+
+@runs_eagerly
+class RaggedTable(Tensor):
+    """A tensor whose dims `rows`, counted from the last, are as long as the longest row, and rows differ."""
+
+    rows: dict[int, Dim]
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs as for an ordinary tensor, where that is right for every row."""
+        if any(not issubclass(kind, Tensor) for kind in types):
+            return NotImplemented  # a packed tensor's function, or a ragged size's
+        name, kwargs = getattr(func, "__name__", ""), kwargs or {}
+        try:
+            if name in _FACTS or (name == "__get__" and func.__self__.__name__ not in _SEEN):
+                with unseen_by_classes():
+                    return func(*args, **kwargs)
+            if name == "expand" and not kwargs:  # to the rows, (B, -1), perhaps: of packed ones
+                return _expand(func, *args)
+            found = _run_by_entry(func, args, kwargs) if name in _KEEP or _is_pointwise(name) else None
+            return run_for_rows(func, args, kwargs) if found is None else found
+        except Fact as fact:
+            raise fact.named(name.strip("_")) from fact.__cause__
+
+    @property
+    def shape(self) -> Any:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The sizes; those of marked dims are ragged."""
+        with unseen_by_classes():
+            sizes = super().shape
+        found = [self.rows.get(d - len(sizes), n) for d, n in enumerate(sizes)]
+        return tuple(RaggedSize(n, longest=True) if isinstance(n, Dim) else n for n in found)
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one size."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, and so saved, as an ordinary tensor."""
+        return unmarked(self).__reduce_ex__(protocol)
+
+    def __repr__(self, **kwargs: Any) -> str:
+        """As an ordinary tensor."""
+        return repr(unmarked(self))
+
+
+PLAIN.add(RaggedTable)
+
+
+def unmarked(x: Any) -> Any:
+    """The ordinary tensor of a table, of which each row takes its own part; all else as it is."""
+    if type(x) is not RaggedTable:
+        return x
+    with unseen_by_classes():
+        return x.as_subclass(Tensor)
+
+
+def unmark_all(tree: Any) -> Any:
+    """Arguments with ordinary tensors for tables."""
+    return _mapped(unmarked, tree)
+
+
+@called_eagerly
+def mark(x: Any, rows: dict[int, Dim]) -> Any:
+    """Makes an ordinary tensor the table whose dims `rows` are ragged, where there are any and rows differ."""
+    rows = {d: dim for d, dim in rows.items() if len(set(dim._host_lens.tolist())) > 1}
+    if rows and type(x) is Tensor:
+        setattr(x, "rows", rows)  # noqa: B010 - a type checker has none on a tensor
+        x.__class__ = RaggedTable  # no view of it, so that autograd sees nothing
+    return x
+
+
+def mark_sizes(x: Tensor, sizes: Any) -> Tensor:
+    """A tensor of these sizes, marked where they are ragged."""
+    return mark(x, {d - len(sizes): n._dim for d, n in enumerate(sizes) if isinstance(n, RaggedSize)})
+
+
+def _run_by_entry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
+    """What a function that treats entries alike gives; None where its result has other dims."""
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
+    places: dict[int, Dim] = {}
+    for place, dim in ((place, dim) for x in given if type(x) is RaggedTable for place, dim in x.rows.items()):
+        if not places.setdefault(place, dim).same(dim):
+            raise describe_difference(places[place], dim, "tables made by sizes")
+    with unseen_by_classes():
+        out = func(*args, **kwargs)
+        if any(out is x for x in given):  # changed in place
+            return out
+        if type(out) is not Tensor or out.dim() != max(x.dim() for x in given):
+            return None
+        return mark(out, places) if all(out.shape[d] == dim.max_len for d, dim in places.items()) else None
+
+
+def _expand(func: Any, x: Any, *sizes: Any) -> Any:
+    given = list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes)
+    for place, dim in x.rows.items():
+        given[place] = RaggedSize(dim) if given[place] == -1 else given[place]
+    return _by_size(func, (x, given), {})
+
+
+def run_for_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """What a function gives for tables and sizes among its arguments, where every row has the beginning of it."""
+    name, given = func.__name__, (args, kwargs)
+    in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
+    rows = _Rows([] if in_place and type(args[0]) is not RaggedTable else _find_dims(given))
+    needs_grad = torch.is_grad_enabled() and any(type(x) is RaggedTable and x.requires_grad for x in _leaves(given))
+    if needs_grad and name in _CHOOSES and rows.others:
+        raise rows.refusal()
+
+    def run(lens: tuple[int, ...]) -> Any:
+        args, kwargs = _mapped(lambda x: rows.cut(x, lens, needs_grad, in_place), given)
+        out = func(*args, **kwargs)
+        return args[0] if in_place else out
+
+    with torch.no_grad():
+        try:
+            parts = [run(lens) for lens in rows.others]
+            checked = run(rows.longest) if needs_grad else None
+        except Exception as error:
+            raise rows.refusal() from error
+    args, kwargs = _mapped(lambda x: unmarked(rows.number(x, rows.longest)), given)
+    out = func(*args, **kwargs)
+    found = args[0] if in_place else out
+    found = rows.settle(found, found if checked is None else checked, parts)
+    return given[0][0] if in_place and isinstance(out, Tensor) else out if in_place else found
+
+
+class _Rows:
+    """The lengths that tables and sizes have in each row."""
+
+    def __init__(self, dims: list[Dim]) -> None:
+        self.dims, count = dims, max(map(len, dims), default=0)
+        if any(count % len(dim) if len(dim) else count for dim in dims):
+            raise WrongValue(f"tables made by sizes of {' and '.join(str(len(dim)) for dim in dims)} rows")
+        lens = (dim._host_lens.repeat_interleave(count // max(len(dim), 1)).tolist() for dim in dims)
+        self.rows, self.longest = list(zip(*lens, strict=True)), tuple(dim.max_len for dim in dims)
+        self.others = [lens for lens in dict.fromkeys(self.rows) if lens != self.longest]
+
+    def _find(self, dim: Dim, lens: tuple[int, ...]) -> int | None:
+        return next((n for known, n in zip(self.dims, lens, strict=True) if known.same(dim)), None)
+
+    def number(self, x: Any, lens: tuple[int, ...]) -> Any:
+        """The number that a size is; all else as it is."""
+        if not isinstance(x, NoNumber):
+            return x
+        if not isinstance(x, (RaggedSize, FromEnd)):
+            raise no_number("size")
+        n = self._find(x._dim, lens)
+        return -n if isinstance(x, FromEnd) and n is not None else n
+
+    def cut(self, x: Any, lens: tuple[int, ...], needs_grad: bool, copied: bool) -> Any:
+        """An argument as a row of these lengths has it.
+
+        For a gradient, of other numbers: those of a table may be alike by chance, as zeros are.
+        """
+        if type(x) is not RaggedTable:
+            return self.number(x, lens)
+        y = unmarked(x).detach()
+        if needs_grad and x.requires_grad:
+            y = torch.arange(y.numel(), device=y.device).mul(0.7).sin().view(y.shape).to(y.dtype)
+        for place, dim in x.rows.items():
+            n = self._find(dim, lens)
+            y = y if n is None else y.narrow(place, 0, n)
+        return y.clone() if copied else y
+
+    def settle(self, out: Any, checked: Any, parts: list[Any]) -> Any:
+        """The result, its tensors marked, where what came of each length is the beginning of it."""
+        if type(out) is not torch.Size and isinstance(out, (tuple, list)) and all(len(x) == len(out) for x in parts):
+            each: Any = zip(*parts, strict=True) if parts else ([] for _ in out)
+            found = [self.settle(*of) for of in zip(out, checked, each, strict=True)]
+            return type(out)(found) if type(out) is list or type(out).__module__ == "torch.return_types" else (*found,)
+        if not all(_begins(checked, x) for x in parts):
+            raise self.refusal()
+        if not isinstance(out, Tensor) or not parts:
+            return out
+        sizes = {d - out.dim(): [x.shape[d] for x in parts] for d in range(out.dim())}
+        return mark(out, {d: self._dim_of(out.shape[d], n) for d, n in sizes.items() if set(n) != {out.shape[d]}})
+
+    def _dim_of(self, longest: int, sizes: list[int]) -> Dim:
+        """The ragged dim that has these lengths, and this one in the longest row."""
+        of = dict(zip(self.others, sizes, strict=True))
+        lens = [of.get(row, longest) for row in self.rows]
+        known = next((dim for dim in self.dims if dim._host_lens.tolist() == lens), None)
+        like = max(self.dims, key=len)
+        return known or like._derive(lambda _: torch.tensor(lens, dtype=torch.int64, device="cpu"))
+
+    def refusal(self) -> WrongValue:
+        """What is said where rows alone would have other numbers."""
+        return WrongValue(
+            f"of a table that is made by T, a row of {self.others[0][0]} entries alone would have other numbers than "
+            f"the longest of {self.longest[0]}; write p.max_len, p.lens or p.positions for what rows have, or make "
+            "packed rows of it before, table.expand(B, T, *features)"
+        )
+
+
+def _begins(x: Any, part: Any) -> bool:
+    """Whether `part` is the beginning of x, but for rounding; of what is no tensor, whether it is the same."""
+    if not isinstance(x, Tensor):
+        return str(x) == str(part)
+    if x.dim() != part.dim() or any(n > m for n, m in zip(part.shape, x.shape, strict=True)):
+        return False
+    near = CLOSE.get(x.dtype, 1e-2 if x.dtype.is_floating_point else 0)
+    return torch.allclose(x[tuple(slice(0, n) for n in part.shape)], part, near, near, equal_nan=True)
+
+
+def _mapped(fn: Callable[[Any], Any], x: Any) -> Any:
+    """Arguments with `fn` of each, and of each in lists and slices."""
+    if type(x) in (tuple, list):
+        return type(x)([_mapped(fn, y) for y in x])
+    if type(x) is dict:
+        return {k: _mapped(fn, y) for k, y in x.items()}
+    return slice(*(fn(y) for y in (x.start, x.stop, x.step))) if type(x) is slice else fn(x)
+
+
+def _leaves(x: Any) -> list[Any]:
+    found: list[Any] = []
+    _mapped(found.append, x)
+    return found
+
+
+def _find_dims(given: Any) -> list[Dim]:
+    """The ragged dims of sizes, else those of tables: beside sizes of other rows a table is an ordinary tensor."""
+    leaves, found = _leaves(given), []
+    sizes = [x._dim for x in leaves if isinstance(x, NoNumber)]
+    for dim in sizes or [dim for x in leaves if type(x) is RaggedTable for dim in x.rows.values()]:
+        if not any(dim.same(known) for known in found):
+            found.append(dim)
+    return found
