@@ -165,6 +165,12 @@ class RaggedSize(NoNumber):
             raise no_number("index")
         return self._dim.max_len
 
+    def __int__(self) -> int:
+        """The longest row, where einx reads the shape of a table. Refused to all others who ask for a number."""
+        if not self._longest or not sys._getframe(1).f_globals.get("__name__", "").startswith("einx."):
+            raise no_number("int")
+        return self._dim.max_len
+
     def _is_handed_on(self, frame: FrameType) -> bool:
         """Whether a function mode, of a default device or a checkpointed loop, calls torch for x[.., a:b]."""
         if frame.f_code.co_name != "__torch_function__" or frame.f_locals.get("func") not in _INDEXING:
@@ -183,6 +189,8 @@ class RaggedSize(NoNumber):
             if (self._longest or other._longest) and self != other:  # of a table that was made for another batch
                 return compare(*longest)
             pairs = self._pairs(other) or [longest]
+        elif type(other) is int and self._longest and name in ("__ge__", "__lt__"):  # whether a kept table will do
+            return bool(compare(self._dim.max_len, other))
         elif type(other) is int and other - (name in ("__lt__", "__ge__")) <= 1:
             return bool(compare(self._dim.max_len, other))
         elif isinstance(other, Real) and not isinstance(other, Dim):

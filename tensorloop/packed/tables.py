@@ -33,6 +33,7 @@ _FACTS = frozenset(
         "copy_",
     }
 )
+_OF_SIZES = frozenset({"view", "reshape", "expand", "broadcast_to"})
 _SEEN = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})  # attributes that are tensors of the same numbers
 # Of which a gradient goes to entries that they choose.
 _CHOOSES = frozenset(
@@ -122,6 +123,11 @@ def _run_by_entry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
     for place, dim in ((place, dim) for x in given if type(x) is RaggedTable for place, dim in x.rows.items()):
         if not places.setdefault(place, dim).same(dim):
             raise describe_difference(places[place], dim, "tables made by sizes")
+    # As long, and not made by T: a padded tensor, or what a later call without packed rows adds a kept table to.
+    beside = [x for x in given if type(x) is not RaggedTable]
+    places = {
+        d: dim for d, dim in places.items() if not any(x.dim() >= -d and x.shape[d] == dim.max_len > 1 for x in beside)
+    }
     with unseen_by_classes():
         out = func(*args, **kwargs)
         if any(out is x for x in given):  # changed in place
@@ -147,9 +153,14 @@ def run_for_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if needs_grad and name in _CHOOSES and rows.others:
         raise rows.refusal()
 
-    def run(lens: tuple[int, ...]) -> Any:
-        args, kwargs = _mapped(lambda x: rows.cut(x, lens, needs_grad, in_place), given)
-        out = func(*args, **kwargs)
+    def run(lens: tuple[int, ...], numbers: bool = False) -> Any:
+        args, kwargs = _mapped(lambda x: rows.cut(x, lens, needs_grad, in_place, numbers), given)
+        try:
+            out = func(*args, **kwargs)
+        except RuntimeError:
+            if numbers or name not in _OF_SIZES:
+                raise
+            return run(lens, numbers=True)  # somebody read the longest row's number from a shape
         return args[0] if in_place else out
 
     with torch.no_grad():
@@ -188,13 +199,13 @@ class _Rows:
         n = self._find(x._dim, lens)
         return -n if isinstance(x, FromEnd) and n is not None else n
 
-    def cut(self, x: Any, lens: tuple[int, ...], needs_grad: bool, copied: bool) -> Any:
+    def cut(self, x: Any, lens: tuple[int, ...], needs_grad: bool, copied: bool, numbers: bool) -> Any:
         """An argument as a row of these lengths has it.
 
         For a gradient, of other numbers: those of a table may be alike by chance, as zeros are.
         """
         if type(x) is not RaggedTable:
-            return self.number(x, lens)
+            return lens[self.longest.index(x)] if numbers and x in self.longest else self.number(x, lens)
         y = unmarked(x).detach()
         if needs_grad and x.requires_grad:
             y = torch.arange(y.numel(), device=y.device).mul(0.7).sin().view(y.shape).to(y.dtype)
