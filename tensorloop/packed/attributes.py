@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, named
 from tensorloop.packed.base import Packed, is_packed, refusal
 from tensorloop.packed.dispatch import handles
@@ -57,7 +58,20 @@ class InAutograd(Packed):
 
     def backward(self, gradient: Packed | None = None, **kwargs: Any) -> None:
         """Backward from these values, with a packed gradient."""
+        if gradient is not None and not is_packed(gradient):
+            raise WrongType(
+                f"gradient must be packed as the tensor is, got {arguments.describe(gradient)}; write "
+                "p.backward(PackedTensor(gradient, p.lens)) of values (N, *F), or p.values.backward(gradient)"
+            ).named("backward")
         self.values.backward(None if gradient is None else gradient.values, **kwargs)
+
+    @property
+    def _is_param(self) -> bool:
+        return False
+
+    @_is_param.setter
+    def _is_param(self, wanted: bool) -> None:  # as nn.Parameter(p) sets it
+        raise TypeError("Parameter: a packed tensor is no parameter; write nn.Parameter(p.values), and pack it in use")
 
     def retain_grad(self) -> None:
         """Keeps `grad` of these values although they are no leaf."""
@@ -100,7 +114,16 @@ def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
     return input
 
 
-@handles("is_contiguous", "is_signed", "is_inference", "element_size", "get_device", "nelement", "item")
+@handles("is_contiguous", "is_signed", "is_inference", "element_size", "get_device", "nelement", "numel", "item")
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch says of the values."""
     return func(input.values, *args, **kwargs)
+
+
+@handles("grad")
+def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """Of `torch.autograd.grad`: the gradient of a packed input is packed."""
+    given = [x if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs, grad_outputs)]
+    values = [[x.values if is_packed(x) else x for x in of] for of in given]
+    found = func(*values[:2], None if grad_outputs is None else values[2], **kwargs)
+    return tuple(x._with(g) if is_packed(x) and g is not None else g for x, g in zip(given[1], found, strict=True))

@@ -56,6 +56,10 @@ class NoNumber:
         """What torch makes by sizes; all else is refused. torch asks here before it says that this is no int."""
         return _run(func, args, kwargs or {})
 
+    def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: NumPy would ask for a method of the function's name."""
+        raise no_number(ufunc.__name__)
+
     __index__, __int__, __float__, __bool__ = map(_refuses, ("__index__", "__int__", "__float__", "__bool__"))
     __lt__, __le__, __gt__, __ge__ = map(_refuses, ("__lt__", "__le__", "__gt__", "__ge__"))
     __add__, __sub__, __mul__, __pow__ = map(_refuses, ("__add__", "__sub__", "__mul__", "__pow__"))
@@ -189,10 +193,8 @@ class RaggedSize(NoNumber):
             if (self._longest or other._longest) and self != other:  # of a table that was made for another batch
                 return compare(*longest)
             pairs = self._pairs(other) or [longest]
-        elif type(other) is int and self._longest and name in ("__ge__", "__lt__"):  # whether a kept table will do
-            return bool(compare(self._dim.max_len, other))
-        elif type(other) is int and other - (name in ("__lt__", "__ge__")) <= 1:
-            return bool(compare(self._dim.max_len, other))
+        elif type(other) is int and (((lower := name in ("__lt__", "__ge__")) and self._longest) or other - lower <= 1):
+            return bool(compare(self._dim.max_len, other))  # of a kept table: whether it is long enough
         elif isinstance(other, Real) and not isinstance(other, Dim):
             pairs = [(n, other) for n in self._dim._host_lens.tolist()] or [(0, other)]
         else:

@@ -6,6 +6,7 @@ numbers, the result is a table again, and else it is refused. So nothing has to 
 `arange(T).flip(0)` or `len(arange(T))`, which no number is right for, are not the longest row's in silence.
 """
 
+import copy
 from collections.abc import Callable
 from typing import Any
 
@@ -23,7 +24,7 @@ from tensorloop.packed.size import FromEnd, NoNumber, RaggedSize, no_number
 
 _by_size = late("packed.by_size", "run")
 _is_pointwise: Callable[[str], bool] = late("packed.pointwise", "is_pointwise")
-_KEEP = frozenset({"to", "cpu", "cuda", "type_as", "__deepcopy__"})
+_KEEP = frozenset({"to", "cpu", "cuda", "type_as"})
 # Which say nothing of sizes, or change a tensor in place entry by entry.
 _FACTS = frozenset(
     {
@@ -79,6 +80,10 @@ class RaggedTable(Tensor):
     def __reduce_ex__(self, protocol: Any) -> Any:
         """Pickled, and so saved, as an ordinary tensor."""
         return unmarked(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A table of the same rows."""
+        return mark(copy.deepcopy(unmarked(self), memo), self.rows)
 
     def __repr__(self, **kwargs: Any) -> str:
         """As an ordinary tensor."""

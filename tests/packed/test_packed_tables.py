@@ -122,31 +122,98 @@ def test_each_row_sees_its_own_part(make: Callable[..., Any], lens: list[int]):
         torch.testing.assert_close(row, expected[0])
 
 
+RIGHT = {"ones of rows"}  # is packed after `expand(B, -1)`
+
+
+@pytest.mark.parametrize("lens", [lens for lens in LENS if len(set(lens)) > 1], ids=str)
+@pytest.mark.parametrize("what", REDUCED)
+def test_what_reduces_or_measures_is_right_by_row_or_refused_by_name(what: str, lens: list[int]):
+    x, make = packed(lens, 4), REDUCED[what]
+    if what not in RIGHT:
+        with pytest.raises((TypeError, ValueError), match=rf"({REFUSED}.*|has no one size.*); write p\.max_len"):
+            _rows(make, x)
+        return
+    for row, alone in zip(_rows(make, x), x.unbind(), strict=True):
+        torch.testing.assert_close(row, make(alone[None], 1, len(alone))[0])
+
+
 @pytest.mark.filterwarnings("ignore:std")
-@pytest.mark.parametrize("lens", LENS, ids=str)
-@pytest.mark.parametrize("make", REDUCED.values(), ids=REDUCED.keys())
-def test_what_reduces_or_measures_is_right_by_row_or_refused(make: Callable[..., Any], lens: list[int]):
-    x = packed(lens, 4)
-    try:
-        out = _rows(make, x)
-    except (TypeError, ValueError) as error:
-        differ = len(set(lens)) > 1
-        assert "made by T" in str(error) or "no one size" in str(error) or not differ, error
-        return
-    except (RuntimeError, IndexError, AttributeError):
-        assert len(set(lens)) < 2  # as torch has it of rows of one length
-        return
-    for row, alone in zip(out, x.unbind(), strict=True):
+@pytest.mark.parametrize("lens", [[4, 4], [1]], ids=str)
+@pytest.mark.parametrize("what", sorted(REDUCED.keys() - {"evenly spaced", "halves", "written at the end"}))
+def test_rows_of_one_length_are_as_one_tensor(what: str, lens: list[int]):
+    x, make = packed(lens, 4), REDUCED[what]
+    for row, alone in zip(_rows(make, x), x.unbind(), strict=True):
         torch.testing.assert_close(row, make(alone[None], 1, len(alone))[0], equal_nan=True)
 
 
-@pytest.mark.parametrize("make", REDUCED.values(), ids=REDUCED.keys())
-def test_of_rows_that_differ_most_are_refused_by_name(make: Callable[..., Any]):
-    x = packed([5, 1, 9], 4)
-    try:
-        out = _rows(make, x)
-    except (TypeError, ValueError) as error:
-        assert "write p.max_len" in str(error)
-        return
-    for row, alone in zip(out, x.unbind(), strict=True):
-        torch.testing.assert_close(row, make(alone[None], 1, len(alone))[0], equal_nan=True)
+def test_a_reduction_of_what_is_expanded_to_rows_is_by_row():
+    """The cure that the refusal names."""
+    x = packed([5, 1, 9])
+    t = x.shape[1]
+    rows = torch.arange(t, dtype=D).expand(3, t)
+    assert rows.amax(1).tolist() == [4, 0, 8]
+    torch.testing.assert_close((x * rows.softmax(1))[0], x[0] * torch.arange(5, dtype=D).softmax(0))
+
+
+def test_gradients_of_a_learned_table_are_those_of_rows():
+    lens = [5, 1, 9]
+    weight, x = torch.randn(12, 4, dtype=D, requires_grad=True), packed(lens, 4)
+
+    def run(x: Any, t: Any) -> Any:
+        table = F.embedding(torch.arange(t), weight)
+        return (x * F.layer_norm(torch.cat([table.sin(), table], -1), (8,))[..., :4].cumsum(0)).sin()
+
+    (found,) = torch.autograd.grad(run(x, x.shape[1]).values.sum(), weight)
+    (wanted,) = torch.autograd.grad(sum(run(row[None], len(row)).sum() for row in x.unbind()), weight)
+    torch.testing.assert_close(found, wanted)
+
+
+@pytest.mark.parametrize("value", [0.0, 1.0])
+@pytest.mark.parametrize(
+    "reduce",
+    [lambda w: w.mean(0), lambda w: w.amax(0), lambda w: w.flip(0), lambda w: w[-1], lambda w: F.normalize(w, dim=0)],
+)
+def test_equal_numbers_hide_no_gradient(reduce: Callable[..., Any], value: float):
+    """A table that starts with zeros has the same mean in every row, and another gradient."""
+    weight, t = torch.full((12, 4), value, dtype=D, requires_grad=True), packed([5, 1, 9]).shape[1]
+    with pytest.raises(ValueError, match=REFUSED):
+        reduce(F.embedding(torch.arange(t), weight))
+
+
+def test_kept_tables_serve_other_batches_and_padded_tensors():
+    class Positions(torch.nn.Module):
+        table: Any = None
+
+        def forward(self, x: Any) -> Any:
+            if self.table is None or self.table.size(0) < x.size(1):
+                self.table = torch.arange(x.size(1), dtype=D)[:, None] * torch.ones(4)
+            return x + self.table[: x.size(1)]
+
+    module = Positions()
+    for lens in ([5, 1, 9], [2, 7], [3], [11, 4, 4]):
+        x = packed(lens, 4)
+        for row, alone in zip(module(x).unbind(), x.unbind(), strict=True):
+            torch.testing.assert_close(row, alone + torch.arange(len(alone), dtype=D)[:, None])
+    for steps in (11, 6, 20):
+        out = module(torch.zeros(2, steps, 4, dtype=D))
+        assert type(out) is torch.Tensor
+        assert out.softmax(1).shape == (2, steps, 4)
+        assert out[0, -1, 0] == steps - 1
+
+
+def test_a_table_is_an_ordinary_tensor_for_who_keeps_it():
+    table = torch.ones((packed([2, 3]).shape[1],))
+    assert type(table) is RaggedTable
+    assert repr(table) == "tensor([1., 1., 1.])"
+    for again in (pickle.loads(pickle.dumps(table)), unmarked(table), unmarked(copy.deepcopy(table))):
+        assert type(again) is torch.Tensor
+        assert again.tolist() == [1, 1, 1]
+    assert (table.dtype, table.device.type, table.ndim, table.dim()) == (torch.float32, "cpu", 1, 1)
+    assert table.shape == (None,) == (packed([2, 3]).shape[1],)
+
+
+def test_tables_of_other_rows_do_not_meet():
+    tables = [torch.ones((packed(lens).shape[1],)) for lens in ([2, 3], [1, 3], [1, 2, 3])]
+    for other in tables[1:]:
+        with pytest.raises(ValueError, match=r"add: tables made by sizes: packed tensors of"):
+            tables[0] + other
