@@ -59,19 +59,14 @@ class InAutograd(Packed):
     def backward(self, gradient: Packed | None = None, **kwargs: Any) -> None:
         """Backward from these values, with a packed gradient."""
         if gradient is not None and not is_packed(gradient):
-            raise WrongType(
-                f"gradient must be packed as the tensor is, got {arguments.describe(gradient)}; write "
-                "p.backward(PackedTensor(gradient, p.lens)) of values (N, *F), or p.values.backward(gradient)"
-            ).named("backward")
+            why = f"backward: gradient must be packed as the tensor is, got {arguments.describe(gradient)}"
+            raise TypeError(f"{why}; write PackedTensor(gradient, p.lens) for (N, *F), or p.values.backward(gradient)")
         self.values.backward(None if gradient is None else gradient.values, **kwargs)
 
-    @property
-    def _is_param(self) -> bool:
-        return False
-
-    @_is_param.setter
-    def _is_param(self, wanted: bool) -> None:  # as nn.Parameter(p) sets it
+    def _refuse_parameter(self, wanted: bool) -> None:
         raise TypeError("Parameter: a packed tensor is no parameter; write nn.Parameter(p.values), and pack it in use")
+
+    _is_param = property(lambda self: False, _refuse_parameter)  # nn.Parameter(p) sets it
 
     def retain_grad(self) -> None:
         """Keeps `grad` of these values although they are no leaf."""
@@ -123,7 +118,6 @@ def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 @handles("grad")
 def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
     """Of `torch.autograd.grad`: the gradient of a packed input is packed."""
-    given = [x if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs, grad_outputs)]
-    values = [[x.values if is_packed(x) else x for x in of] for of in given]
-    found = func(*values[:2], None if grad_outputs is None else values[2], **kwargs)
-    return tuple(x._with(g) if is_packed(x) and g is not None else g for x, g in zip(given[1], found, strict=True))
+    of, by, along = (x if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs, grad_outputs))
+    found = func(*([x.values if is_packed(x) else x for x in given] for given in (of, by, along)), **kwargs)
+    return tuple(x._with(g) if is_packed(x) and g is not None else g for x, g in zip(by, found, strict=True))

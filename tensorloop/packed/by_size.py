@@ -17,8 +17,9 @@ from tensorloop._common.errors import Fact, WrongValue
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.entries import plain
 from tensorloop.packed.size import EntryCount, NoNumber, RaggedSize, no_number
-from tensorloop.packed.tables import RaggedTable, mark, mark_sizes, run_for_rows, unmarked
+from tensorloop.packed.tables import RaggedTable, mark, mark_sizes, run_for_rows
 from tensorloop.packed.tensor import PackedTensor
 
 _TABLE: dict[str, Callable[..., Any]] = {}
@@ -88,38 +89,17 @@ def _of_sizes(func: Any, input: Tensor, sizes: list[Any]) -> Any:
     return mark_sizes(func(input, _as_numbers(func, sizes)), sizes)
 
 
-@takes_sizes("zeros", "ones", "empty", "rand", "randn")
-def _fill(func: Any, *sizes: Any, **kwargs: Any) -> Any:
-    given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
-    _refuse_numbers(func, *kwargs.values())
-    return _make(func, given, lambda numbers: func(numbers, **kwargs))
-
-
-@takes_sizes("new_zeros", "new_ones", "new_empty")
-def _fill_as(func: Any, input: Any, *sizes: Any, **kwargs: Any) -> Any:
-    given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
-    _refuse_numbers(func, *kwargs.values())
-    return _make(func, given, lambda numbers: func(input, numbers, **kwargs))
-
-
-@takes_sizes("full")
-def _full(func: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
-    _refuse_numbers(func, fill_value, *kwargs.values())
-    return _make(func, list(size), lambda numbers: func(numbers, fill_value, **kwargs))
-
-
-@takes_sizes("new_full")
-def _full_as(func: Any, input: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
-    _refuse_numbers(func, fill_value, *kwargs.values())
-    return _make(func, list(size), lambda numbers: func(input, numbers, fill_value, **kwargs))
-
-
-@takes_sizes("randint")
-def _draw(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """randint([low,] high, size)"""
-    *bounds, size = (*args, kwargs.pop("size")) if "size" in kwargs else args
-    _refuse_numbers(func, *bounds, *kwargs.values())
-    return _make(func, list(size), lambda numbers: func(*bounds, numbers, **kwargs))
+@takes_sizes("zeros", "ones", "empty", "rand", "randn", "full", "randint")
+@takes_sizes("new_zeros", "new_ones", "new_empty", "new_full")
+def _fill(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of sizes one by one or in a list, behind a tensor, before a number, or behind the bounds of what is drawn."""
+    name, own = func.__name__, int(func.__name__.startswith("new_"))
+    own = len(args) - ("size" not in kwargs) if name == "randint" else own
+    last = own + 1 if name in ("full", "new_full", "randint") else len(args)
+    given = kwargs.pop("size") if "size" in kwargs else _as_list(args[own:last])
+    before, behind = args[:own], args[last:] if len(args) > own else ()
+    _refuse_numbers(func, *before, *behind, *kwargs.values())
+    return _make(func, list(given), lambda numbers: func(*before, numbers, *behind, **kwargs))
 
 
 @takes_sizes("arange")
@@ -138,28 +118,17 @@ def _count(func: Any, *args: Any, **kwargs: Any) -> Any:
     return mark(made, {-1: count})
 
 
-@takes_sizes("eye")
-def _eye(func: Any, n: Any, m: Any = None, **kwargs: Any) -> Any:
-    sizes = [n, n if m is None else m]
-    return mark_sizes(func(*_as_numbers(func, sizes), **kwargs), sizes)
-
-
-@takes_sizes("one_hot")
-def _one_hot(func: Any, tensor: Any, num_classes: Any) -> Any:
-    return run_for_rows(func, (tensor, num_classes), {})
-
-
-@takes_sizes("narrow")
-def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
-    _refuse_numbers(func, dim, start)
-    return run_for_rows(func, (input, dim, start, length), {})
+@takes_sizes("eye", "one_hot", "narrow")
+def _of_rows(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """As far as the longest row, where that begins as the others do."""
+    return run_for_rows(func, args, kwargs)
 
 
 @takes_sizes("view", "reshape")
 def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     """Of the entries one after another, (N, ...) as (B, T, *F), a packed tensor; of a padded tensor a padded one."""
     given = list(kwargs["shape"]) if "shape" in kwargs else _as_list(sizes)
-    x = unmarked(input)
+    x = plain(input)
     given = _count_rows(x, given)
     dim = _find_rows(given)
     if dim is not None and x.dim() and _is_flat(x, given[2:], dim):
@@ -222,7 +191,7 @@ def _expand(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
         given[0] = input.shape[0]
     if (dim := _find_rows(given)) is None:
         return _of_sizes(func, input, given)
-    before = unmarked(input)[(None,) * max(len(given) - input.dim(), 0)]
+    before = plain(input)[(None,) * max(len(given) - input.dim(), 0)]
     features = [k if n == -1 else n for n, k in zip(given[2:], before.shape[2:], strict=True)]
     return _cut(before.expand(-1, -1, *features), dim)
 

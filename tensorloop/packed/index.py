@@ -12,8 +12,8 @@ from tensorloop._common.uploads import upload
 from tensorloop.packed import reordered_shapes, segments
 from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.entries import plain
 from tensorloop.packed.size import FromEnd, RaggedSize
-from tensorloop.packed.tables import unmarked
 
 _ALL = slice(None)
 
@@ -78,7 +78,7 @@ def _read_index(p: Packed, k: Any, what: str) -> Any:
     if isinstance(k, slice):
         return k
     if isinstance(k, (list, range)) or getattr(k, "ndim", 0):  # a tensor, or an array of NumPy's
-        k = unmarked(k)
+        k = plain(k)
         if not isinstance(k, Tensor):
             k = torch.as_tensor(list(k) if isinstance(k, range) else k, device="cpu")
         if k.dtype is torch.bool:
@@ -108,7 +108,7 @@ def find_mask(p: Packed, key: Any) -> Tensor | None:
     wanted = len(dim), dim.max_len, *p.values.shape[1 : key.dim() - 1]
     if tuple(key.shape) != wanted:
         raise WrongIndex(f"a mask of the entries of {p.shape} must be {wanted}, got {tuple(key.shape)}")
-    return segments.pack(unmarked(key), dim._offsets, dim.total)
+    return segments.pack(plain(key), dim._offsets, dim.total)
 
 
 def _find_row(p: Packed, b: int) -> int:

@@ -24,7 +24,7 @@ from tensorloop.packed.layout import ViewLayout, layout_of, makes_views, turn_ba
 from tensorloop.packed.pointwise import align, is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 from tensorloop.packed.scores import PackedScores
-from tensorloop.packed.tables import RaggedTable, unmark_all
+from tensorloop.packed.tables import for_rows
 
 # Of packed tensors, by `dim` or `dims`: with those translated they are the same here.
 _ALONG = frozenset(
@@ -158,8 +158,6 @@ class Reordered(PackedView):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch function that is given one."""
-        if RaggedTable in types:
-            args, kwargs = unmark_all((args, kwargs or {}))
         return _dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -272,8 +270,7 @@ def _is_taken(name: str) -> bool:
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if RaggedTable in map(type, args) or RaggedTable in map(type, kwargs.values()):
-        args, kwargs = unmark_all((args, kwargs))
+    args, kwargs = for_rows(args, kwargs)
     name = getattr(func, "__name__", str(func))
     called = name[2:-2] if name.startswith("__") else name
     try:

@@ -19,7 +19,7 @@ from tensorloop.packed.heads_as_rows import multiply
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 from tensorloop.packed.size import RaggedSize
-from tensorloop.packed.tables import RaggedTable, unmark_all
+from tensorloop.packed.tables import for_rows
 
 _INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 _TABLE: dict[str, Handler] = {}
@@ -160,8 +160,6 @@ class PackedScores(PackedView):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch function that is given scores."""
-        if RaggedTable in types:
-            args, kwargs = unmark_all((args, kwargs or {}))
         return _dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
@@ -187,8 +185,7 @@ def takes_scores(*names: str) -> Any:
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if RaggedTable in map(type, args) or RaggedTable in map(type, kwargs.values()):
-        args, kwargs = unmark_all((args, kwargs))
+    args, kwargs = for_rows(args, kwargs)
     name = getattr(func, "__name__", str(func))
     called = name[2:-2] if name.startswith("__") else name
     try:

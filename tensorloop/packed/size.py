@@ -7,12 +7,11 @@ number from it but where a slice ends: `__index__` looks at the instruction that
 import dis
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn
 
-import torch
 from torch import Tensor
 
 from tensorloop._common.faces import late
@@ -24,6 +23,7 @@ _WRITE = (
     "for layers"
 )
 _run = late("packed.by_size", "run")
+_is_size_of = late("packed.heads_as_rows", "is_size_of")
 
 
 def no_number(name: str, why: str = _WRITE) -> TypeError:
@@ -104,7 +104,7 @@ class RaggedSize(NoNumber):
     def __eq__(self, other: object) -> bool:
         """Whether `other` is None, the size of equal rows, or the int that is the longest row. Refused of tensors."""
         if isinstance(other, RaggedSize):
-            return self._dim.same(other._dim) or _is_repeated(self._dim, other._dim)
+            return self._dim.same(other._dim) or _is_size_of(other._dim, self._dim)
         if hasattr(other, "__torch_function__"):  # which has given up: it takes a TypeError for "ask the other side"
             raise no_number("eq")
         return other is None or (isinstance(other, int) and not isinstance(other, Dim) and other == self._dim.max_len)
@@ -129,7 +129,7 @@ class RaggedSize(NoNumber):
         """The size of rows that are `n` entries shorter; of two sizes, by how much the rows differ, all alike."""
         if not isinstance(n, RaggedSize):
             return self._longer("sub", n, -1)
-        found = {a - b for a, b in self._pairs(n)} or {0}
+        found = {a - b for a, b in pair_rows((self._dim, n._dim))} or {0}
         if len(found) != 1:
             raise no_number("sub", f"the two sizes do not differ by the same number in every row; {_WRITE}")
         return found.pop()
@@ -145,14 +145,6 @@ class RaggedSize(NoNumber):
         if not more:
             return self
         return RaggedSize(self._dim._kept(f"longer by {more}", lambda: self._dim._derive(lambda lens: lens + more)))
-
-    def _pairs(self, other: "RaggedSize") -> list[tuple[int, int]]:
-        """The lengths of both in each row; where one batch has its rows several times, those of the larger one."""
-        few, many = sorted((len(self._dim), len(other._dim)))
-        if many % few if few else many:
-            raise no_number("compare", f"sizes of {len(self._dim)} and {len(other._dim)} rows; {_WRITE}")
-        lens = (x._dim._host_lens.repeat_interleave(many // max(len(x._dim), 1)).tolist() for x in (self, other))
-        return list(zip(*lens, strict=True))
 
     def __mul__(self, n: Any) -> "RaggedSize | EntryCount":
         """How many entries there are, where `n` is the number of rows: `B * T`. Once, it is the size itself."""
@@ -192,7 +184,7 @@ class RaggedSize(NoNumber):
             longest = self._dim.max_len, other._dim.max_len
             if (self._longest or other._longest) and self != other:  # of a table that was made for another batch
                 return compare(*longest)
-            pairs = self._pairs(other) or [longest]
+            pairs: Any = pair_rows((self._dim, other._dim)) or [longest]
         elif type(other) is int and (((lower := name in ("__lt__", "__ge__")) and self._longest) or other - lower <= 1):
             return bool(compare(self._dim.max_len, other))  # of a kept table: whether it is long enough
         elif isinstance(other, Real) and not isinstance(other, Dim):
@@ -208,14 +200,13 @@ class RaggedSize(NoNumber):
         return answers[0]
 
 
-def _is_repeated(a: Dim, b: Dim) -> bool:
-    """Whether one has the rows of the other several times: each of them, or all of them."""
-    few, many = sorted((a, b), key=len)
-    n, m = len(few), len(many)
-    if not n or n == m or m % n:
-        return False
-    lens, repeats = few._host_lens, m // n
-    return any(torch.equal(x, many._host_lens) for x in (lens.repeat_interleave(repeats), lens.repeat(repeats)))
+def pair_rows(dims: Sequence[Dim]) -> list[tuple[int, ...]]:
+    """The lengths of several dims in each row; of heads that were joined with the batch, each in the row that it is of."""
+    count = max(map(len, dims), default=0)
+    if any(count % len(dim) if len(dim) else count for dim in dims):
+        raise no_number("compare", f"sizes of {' and '.join(str(len(dim)) for dim in dims)} rows; {_WRITE}")
+    lens = (dim._host_lens.repeat_interleave(count // max(len(dim), 1)).tolist() for dim in dims)
+    return list(zip(*lens, strict=True))
 
 
 class FromEnd(NoNumber):

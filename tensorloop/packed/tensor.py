@@ -33,7 +33,6 @@ from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute
-from tensorloop.packed.tables import RaggedTable, unmark_all
 from tensorloop.packed.time import convolution, images, pooling, resampling, spectrum, statistics
 from tensorloop.packed.tree import register
 from tensorloop.packed.writes import setitem
@@ -443,8 +442,6 @@ class PackedTensor(InAutograd):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch function that is given a packed tensor."""
-        if RaggedTable in types:
-            args, kwargs = unmark_all((args, kwargs or {}))
         return dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:

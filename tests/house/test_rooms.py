@@ -161,7 +161,7 @@ LATE_DOORS = {
     "__init__": {"f'{__name__}.{name}'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
-    "packed.size": {"'packed.by_size'"},
+    "packed.size": {"'packed.by_size'", "'packed.heads_as_rows'"},
     "packed.tables": {"'packed.by_size'", "'packed.pointwise'"},
     "packed.entries": {"'packed.entry_rules'"},
     "packed.reordered": {"'attention.sdpa'", "'attention.multihead'"},

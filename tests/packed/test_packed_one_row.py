@@ -14,9 +14,9 @@ from torch import Tensor
 
 from tensorloop.packed import PackedTensor, StaticPackedTensor, pack_padded, reordered
 from tensorloop.packed.dispatch import HANDLERS
+from tensorloop.packed.entries import plain
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.static_ops import STATIC
-from tensorloop.packed.tables import unmarked
 from tensorloop.packed.time import convolution
 from tests.support import packed_cases as cases
 from tests.support.devices import HERE
@@ -290,7 +290,7 @@ def test_sizes_of_one_row_and_the_longest_broadcast_as_ordinary_ones(lens: list[
     for b, row in enumerate(p.unbind()):
         for got, want in zip(run(p)[:2], run(row[None])[:2], strict=True):
             torch.testing.assert_close(got.transpose(1, 2)[b], want.transpose(1, 2)[0])
-    assert torch.equal(unmarked(run(p)[2]), unmarked(run(p[0][None])[2]))
+    assert torch.equal(plain(run(p)[2]), plain(run(p[0][None])[2]))
     if len(lens) == 1:
         with pytest.raises(ValueError, match=r"as the ragged dim take 1 or 3"):
             torch.add(p, torch.zeros(5, 4))

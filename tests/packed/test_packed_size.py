@@ -15,7 +15,7 @@ from torch import nn
 
 import tensorloop as tl
 from tensorloop.packed import PackedTensor
-from tensorloop.packed.tables import unmarked
+from tensorloop.packed.entries import plain
 from tests.support.devices import HERE
 
 P = PackedTensor(torch.randn(5, 3), [2, 3])
@@ -165,8 +165,8 @@ def test_what_is_drawn_by_sizes_is_packed():
 
 def test_what_has_no_rows_is_of_the_longest():
     b, t, d = P.shape
-    assert unmarked(torch.arange(t)).tolist() == unmarked(torch.arange(0, end=t)).tolist() == [0, 1, 2]
-    assert unmarked(torch.arange(1, t, 2, dtype=torch.float32)).tolist() == [1]
+    assert plain(torch.arange(t)).tolist() == plain(torch.arange(0, end=t)).tolist() == [0, 1, 2]
+    assert plain(torch.arange(1, t, 2, dtype=torch.float32)).tolist() == [1]
     assert torch.zeros(1, t, d).shape == (1, 3, 3)
     assert torch.zeros((t, t)).shape == torch.eye(t).shape == torch.ones(b, t, t)[0].shape == (3, 3)
     assert torch.zeros((t, b, d)).shape == (3, 2, 3)
@@ -175,7 +175,7 @@ def test_what_has_no_rows_is_of_the_longest():
     assert torch.ones(4).expand(5, t, 4).shape == torch.ones(1, 1, 4).repeat(5, t, 1).shape == (5, 3, 4)
     padded = torch.randn(2, 3, 4)
     for again in (padded.view(b, t, 2, 2), padded.view(b * t, 4).view(b, t, 2, 2)):
-        assert torch.equal(unmarked(again), padded.view(2, 3, 2, 2))
+        assert torch.equal(plain(again), padded.view(2, 3, 2, 2))
     table = torch.zeros(1, 9)
     table[:, :t] = 1
     assert table.sum() == 3
@@ -186,7 +186,7 @@ def test_minus_one_is_found_where_it_is_clear_what_is_padding():
     assert torch.zeros(5, 4).view(b * t, -1).shape == (5, 4)
     assert torch.zeros(5, 4).view(b, t, 2, -1).shape == (2, None, 2, 2)
     assert torch.zeros(2, 3, 4).view(b * t, -1).shape == (6, 4)
-    assert torch.equal(unmarked(torch.zeros(2, 3, 4).view(b, t, -1)), torch.zeros(2, 3, 4))
+    assert torch.equal(plain(torch.zeros(2, 3, 4).view(b, t, -1)), torch.zeros(2, 3, 4))
     equal = packed([3, 3], 1)
     assert torch.zeros(2, 3, 4).view(2, equal.shape[1], 2, -1).shape == (2, None, 2, 2)
     assert torch.zeros(2, 3, 4).view(2 * equal.shape[1], -1).shape == (6, 4)

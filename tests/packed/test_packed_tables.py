@@ -10,7 +10,8 @@ import torch
 import torch.nn.functional as F
 
 from tensorloop.packed import PackedTensor
-from tensorloop.packed.tables import RaggedTable, unmarked
+from tensorloop.packed.entries import plain
+from tensorloop.packed.tables import RaggedTable
 
 LENS = [[5, 1, 9], [3, 0, 1], [4, 4], [1], [2, 2, 7], []]
 D = torch.float64
@@ -205,7 +206,7 @@ def test_a_table_is_an_ordinary_tensor_for_who_keeps_it():
     table = torch.ones((packed([2, 3]).shape[1],))
     assert type(table) is RaggedTable
     assert repr(table) == "tensor([1., 1., 1.])"
-    for again in (pickle.loads(pickle.dumps(table)), unmarked(table), unmarked(copy.deepcopy(table))):
+    for again in (pickle.loads(pickle.dumps(table)), plain(table), plain(copy.deepcopy(table))):
         assert type(again) is torch.Tensor
         assert again.tolist() == [1, 1, 1]
     assert (table.dtype, table.device.type, table.ndim, table.dim()) == (torch.float32, "cpu", 1, 1)
