@@ -66,7 +66,7 @@ class InAutograd(Packed):
     def _refuse_parameter(self, wanted: bool) -> None:
         raise TypeError("Parameter: a packed tensor is no parameter; write nn.Parameter(p.values), and pack it in use")
 
-    _is_param = property(lambda self: False, _refuse_parameter)  # nn.Parameter(p) sets it
+    _is_param: Any = property(lambda self: False, _refuse_parameter)  # nn.Parameter(p) sets it
 
     def retain_grad(self) -> None:
         """Keeps `grad` of these values although they are no leaf."""

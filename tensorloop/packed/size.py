@@ -201,7 +201,7 @@ class RaggedSize(NoNumber):
 
 
 def pair_rows(dims: Sequence[Dim]) -> list[tuple[int, ...]]:
-    """The lengths of several dims in each row; of heads that were joined with the batch, each in the row that it is of."""
+    """The lengths of several dims in each row; where heads are joined with the batch, in each of its rows."""
     count = max(map(len, dims), default=0)
     if any(count % len(dim) if len(dim) else count for dim in dims):
         raise no_number("compare", f"sizes of {' and '.join(str(len(dim)) for dim in dims)} rows; {_WRITE}")

@@ -22,54 +22,26 @@ from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.entries import Remembers, plain, remember
 from tensorloop.packed.size import FromEnd, NoNumber, RaggedSize, no_number, pair_rows
 
-_by_size = late("packed.by_size", "run")
 _is_pointwise: Callable[[str], bool] = late("packed.pointwise", "is_pointwise")
 _KEEP = frozenset({"to", "cpu", "cuda", "type_as"})
 # Of which nothing comes from another place along time.
 _MOVE = frozenset(
-    [
-        "unsqueeze",
-        "squeeze",
-        "transpose",
-        "permute",
-        "movedim",
-        "expand",
-        "cat",
-        "concat",
-        "stack",
-        "triu",
-        "tril",
-        "cumsum",
-        "embedding",
-        "contiguous",
-        "repeat_interleave",
-        "__get__",
-    ]
+    {
+        *("unsqueeze", "squeeze", "transpose", "permute", "movedim", "expand", "cat", "concat", "stack", "contiguous"),
+        *("triu", "tril", "cumsum", "embedding", "repeat_interleave", "__get__"),
+    }
 )
 # Which say nothing of sizes.
 _FACTS = frozenset(
-    [
-        "dim",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "data_ptr",
-        "untyped_storage",
-        "storage_offset",
-        "requires_grad_",
-        "__hash__",
-        "backward",
-        "register_hook",
-        "retain_grad",
-        "copy_",
-    ]
+    {
+        *("dim", "is_floating_point", "is_complex", "is_contiguous", "data_ptr", "untyped_storage", "storage_offset"),
+        *("requires_grad_", "__hash__", "backward", "register_hook", "retain_grad", "copy_"),
+    }
 )
 _SEEN = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})  # attributes that are tensors of the same numbers
 _OF_SIZES = frozenset({"view", "reshape", "expand", "broadcast_to"})
 # Of which a gradient goes to entries that they choose.
-_CHOOSE = frozenset(
-    ["max", "amax", "min", "amin", "aminmax", "median", "nanmedian", "kthvalue", "mode", "topk", "sort"]
-)
+_CHOOSE = frozenset({"max", "amax", "min", "amin", "aminmax", "median", "nanmedian", "kthvalue", "mode", "topk"})
 
 
 @runs_eagerly
@@ -89,8 +61,6 @@ class RaggedTable(Remembers):
             if in_place or name in _FACTS or (name == "__get__" and func.__self__.__name__ not in _SEEN):
                 with unseen_by_classes():
                     return func(*args, **kwargs)
-            if name == "expand" and not kwargs:  # to the rows, (B, -1), perhaps: of packed ones
-                return _expand(func, *args)
             found = _run_by_entry(func, args, kwargs) if name in _KEEP or _is_pointwise(name) else None
             return run_for_rows(func, args, kwargs) if found is None else found
         except Fact as fact:
@@ -149,13 +119,6 @@ def _run_by_entry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
         if type(out) is not Tensor or out.dim() != max(x.dim() for x in given):
             return None
         return mark(out, places) if all(out.shape[d] == dim.max_len for d, dim in places.items()) else None
-
-
-def _expand(func: Any, x: Any, *sizes: Any) -> Any:
-    given = list(sizes[0] if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes)
-    for place, dim in x.rows.items():
-        given[place] = RaggedSize(dim) if given[place] == -1 else given[place]
-    return _by_size(func, (x, given), {})
 
 
 def run_for_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -257,7 +220,7 @@ class _Rows:
         if not isinstance(out, Tensor) or not parts:
             return out
         sizes = {d - out.dim(): [x.shape[d] for x in parts] for d in range(out.dim())}
-        places = {d: self._dim_of(out.shape[d], n, few) for d, n in sizes.items() if set(n) != {out.shape[d]}}
+        places: Any = {d: self._dim_of(out.shape[d], n, few) for d, n in sizes.items() if set(n) != {out.shape[d]}}
         return None if None in places.values() else mark(out, places)
 
     def _dim_of(self, longest: int, sizes: list[int], few: bool) -> Dim | None:

@@ -162,7 +162,7 @@ LATE_DOORS = {
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
     "packed.size": {"'packed.by_size'", "'packed.heads_as_rows'"},
-    "packed.tables": {"'packed.by_size'", "'packed.pointwise'"},
+    "packed.tables": {"'packed.pointwise'"},
     "packed.entries": {"'packed.entry_rules'"},
     "packed.reordered": {"'attention.sdpa'", "'attention.multihead'"},
     "tensor_array.array": {"'tensor_array.show'"},

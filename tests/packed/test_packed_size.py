@@ -234,6 +234,36 @@ def test_gradcheck_of_an_expanded_tensor():
     assert torch.autograd.gradcheck(lambda x: x.expand(b, t, 2).values, steps)
 
 
+def test_sizes_are_subtracted_where_the_difference_is_one_number():
+    x = packed([3, 1, 5])
+    t: Any = x.shape[1]
+    longer, shorter = t + 2, t - 1
+    assert (t - t, longer - t, t - longer, shorter - t) == (0, 2, -2, -1)
+    assert t + 0 == t == t - 0 == longer - 2
+    assert shorter == x[:, 1:].shape[1]
+    assert (t >= t, t > t, t <= longer, t < longer, t == longer) == (True, False, True, True, False)
+    assert torch.arange(t - t, t).shape == (t,)
+    assert packed([]).shape[1] - packed([]).shape[1] == 0
+    other: Any = packed([3, 1, 4]).shape[1]
+    for refused in (lambda: t - other, lambda: t - 2, lambda: t - packed([3, 1]).shape[1]):
+        with pytest.raises(TypeError, match=r"(sub|compare): .*write p\.max_len"):
+            refused()
+
+
+@pytest.mark.parametrize("lens", [lens for lens in LENS if lens], ids=str)
+def test_heads_that_are_joined_with_the_batch_leave_sizes_equal(lens: list[int]):
+    x = packed(lens, 6)
+    b, t, _ = x.shape
+    q = x.view(b, t, 3, 2).transpose(1, 2).reshape(b * 3, -1, 2)
+    s = q @ q.transpose(1, 2)
+    assert s.size() == (b * 3, t, t)
+    assert q.size(1) == t
+    assert (q.size(1) - t, q.size(1) >= t, t > q.size(1)) == (0, True, False)
+    if len(set(lens)) > 1:
+        assert q.size(1) != x[:, 1:].shape[1] != t
+        assert q.size(1) != packed(lens[::-1] * 3).shape[1]
+
+
 NUMBERS: dict[str, Any] = {
     "range": lambda: range(T),
     "mean": lambda: P.sum(1) / T,
@@ -278,7 +308,6 @@ NUMBERS: dict[str, Any] = {
     "tril_indices": lambda: torch.tril_indices(T, T),
     "sum": lambda: PADDED.sum(T),
     "select": lambda: PADDED.select(1, T),
-    "narrow": lambda: PADDED.narrow(1, T, 1),
     "F.pad": lambda: F.pad(PADDED, (0, T)),
     "interpolate": lambda: F.interpolate(PADDED, size=T),
     "pool": lambda: F.adaptive_avg_pool1d(PADDED, T),
@@ -296,6 +325,7 @@ NUMBERS: dict[str, Any] = {
     "list": lambda: [0] * T,
     "numpy": lambda: np.zeros((2, T)),
     "numpy's arange": lambda: np.arange(T),
+    "numpy's function": lambda: np.log(T),
     "numpy's number": lambda: np.float64(3) * T,
     "numpy's array": lambda: np.ones(3) / T,
     "numpy's int": lambda: np.int64(T),
