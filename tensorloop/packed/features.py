@@ -130,6 +130,6 @@ def _cdist(func: Any, x1: Any, x2: Any, *args: Any, **kwargs: Any) -> Any:
     if not is_packed(x1) or not is_tensor(x2) or x1.ndim != 3 or any(n != 1 for n in x2.shape[:-2]):
         raise refusal(
             "distances between steps have no packed form",
-            "of (B, T*, D) to a codebook (K, D); else torch.linalg.vector_norm(x[:, :, None] - y[:, None], dim=-1)",
+            "of (B, T*, D) give it a codebook (K, D); between steps use p.pad() and a mask",
         )
     return x1._with(func(x1.values, x2.reshape(x2.shape[-2:]), *args, **kwargs))
