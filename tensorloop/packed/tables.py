@@ -23,6 +23,7 @@ from tensorloop.packed.entries import Remembers, plain, remember
 from tensorloop.packed.size import FromEnd, NoNumber, RaggedSize, no_number, pair_rows
 
 _is_pointwise: Callable[[str], bool] = late("packed.pointwise", "is_pointwise")
+LISTS = list, tuple
 _KEEP = frozenset({"to", "cpu", "cuda", "type_as"})
 # Of which nothing comes from another place along time.
 _MOVE = frozenset(
@@ -84,7 +85,7 @@ PLAIN.add(RaggedTable)
 
 def for_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, ...], dict[str, Any]]:
     """Arguments beside packed rows, with ordinary tensors for tables: each row takes its own part of them."""
-    first = args[0] if args and type(args[0]) in (list, tuple) else ()
+    first = args[0] if args and type(args[0]) in LISTS else ()
     if any(RaggedTable in map(type, given) for given in (args, kwargs.values(), first)):
         return _mapped(plain, args), _mapped(plain, kwargs)
     return args, kwargs
