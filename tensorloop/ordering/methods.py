@@ -11,6 +11,7 @@ from tensorloop.ordering.ordering import Ordering, use_permutation
 from tensorloop.ordering.problem import Orders, Problem, read_problem
 from tensorloop.ordering.report import bound_below
 
+_SMALL = 1 << 16  # edges up to which everything is tried
 _NEAR = 2  # times the lower bound: where the natural order leaves no more, what takes long is not tried
 _FEW, _SHORT = 1 << 21, 100_000  # pairs of blocks up to which `best` tries so many swaps by itself
 _EMBEDDED = 1 << 22  # edges up to which `best` looks at the spectrum although there are coordinates
@@ -465,9 +466,9 @@ def _applicable(problem: Problem) -> list[str]:
         names += ["sort_axis", "morton", "hilbert"][: 3 if quick else 0] + (["moore"] if d == 2 and quick else [])
         names += ["patches"] if graph.grid else []
         names += ["slabs"]
-    if not graph.grid and graph.lens is None and (quick or not graph.coords):
+    if quick or not (graph.coords or graph.grid or graph.lens is not None):
         names += ["rcm"]
-        if problem.count(problem.natural()) > _NEAR * bound_below(problem)[0]:
+        if len(graph.indices) <= _SMALL or problem.count(problem.natural()) > _NEAR * bound_below(problem)[0]:
             names += ["spectral"]
     return names
 

@@ -5,6 +5,7 @@ from typing import Any, Self
 
 from torch import Tensor
 
+from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, named
 from tensorloop.packed.base import Packed, is_packed, refusal
 from tensorloop.packed.dispatch import handles
@@ -57,7 +58,15 @@ class InAutograd(Packed):
 
     def backward(self, gradient: Packed | None = None, **kwargs: Any) -> None:
         """Backward from these values, with a packed gradient."""
+        if gradient is not None and not is_packed(gradient):
+            why = f"backward: gradient must be packed as the tensor is, got {arguments.describe(gradient)}"
+            raise TypeError(f"{why}; write PackedTensor(gradient, p.lens) for (N, *F), or p.values.backward(gradient)")
         self.values.backward(None if gradient is None else gradient.values, **kwargs)
+
+    def _refuse_parameter(self, wanted: bool) -> None:
+        raise TypeError("Parameter: a packed tensor is no parameter; write nn.Parameter(p.values), and pack it in use")
+
+    _is_param: Any = property(lambda self: False, _refuse_parameter)  # nn.Parameter(p) sets it
 
     def retain_grad(self) -> None:
         """Keeps `grad` of these values although they are no leaf."""
@@ -100,7 +109,15 @@ def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
     return input
 
 
-@handles("is_contiguous", "is_signed", "is_inference", "element_size", "get_device", "nelement", "item")
+@handles("is_contiguous", "is_signed", "is_inference", "element_size", "get_device", "nelement", "numel", "item")
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch says of the values."""
     return func(input.values, *args, **kwargs)
+
+
+@handles("grad")
+def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
+    """Of `torch.autograd.grad`: the gradient of a packed input is packed."""
+    of, by, along = (x if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs, grad_outputs))
+    found = func(*([x.values if is_packed(x) else x for x in given] for given in (of, by, along)), **kwargs)
+    return tuple(x._with(g) if is_packed(x) and g is not None else g for x, g in zip(by, found, strict=True))

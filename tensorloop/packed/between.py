@@ -3,6 +3,7 @@
 Where nothing but features meets, one product of all entries does it. Else each row has its own, and nothing is padded.
 """
 
+import string
 from typing import Any
 
 import torch
@@ -145,10 +146,15 @@ def einsum(func: Any, equation: Any, *operands: Any) -> Any:
 
 
 def _read_equation(equation: Any, given: list[Any]) -> tuple[list[str], str]:
-    if not isinstance(equation, str) or "." in equation or "->" not in equation:
+    if not isinstance(equation, str) or "->" not in equation:
         raise refusal(f"{equation!r} with packed operands", "write all letters, and the result: 'bhid,bhjd->bhij'")
     left, output = equation.replace(" ", "").split("->")
     inputs = left.split(",")
+    free = [c for c in string.ascii_letters if c not in equation]
+    extra = [max(x.dim() - len(s) + 3, 0) if "..." in s else 0 for s, x in zip(inputs, given, strict=False)]
+    dots = "".join(free[: max(extra, default=0)])  # aligned from the last, as in broadcasting
+    inputs = [s.replace("...", dots[len(dots) - n :]) for s, n in zip(inputs, extra, strict=False)]
+    output = output.replace("...", dots)
     if len(inputs) != len(given) or any(len(s) != x.dim() for s, x in zip(inputs, given, strict=True)):
         raise WrongValue(f"{equation!r} for operands {[tuple(x.shape) for x in given]}; it needs a letter for each dim")
     return inputs, output

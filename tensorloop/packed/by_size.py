@@ -17,7 +17,9 @@ from tensorloop._common.errors import Fact, WrongValue
 from tensorloop.packed import segments
 from tensorloop.packed.base import Packed, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.entries import plain
 from tensorloop.packed.size import EntryCount, NoNumber, RaggedSize, no_number
+from tensorloop.packed.tables import RaggedTable, mark, mark_sizes, run_for_rows
 from tensorloop.packed.tensor import PackedTensor
 
 _TABLE: dict[str, Callable[..., Any]] = {}
@@ -75,41 +77,29 @@ def _pack(values: Tensor, dim: Dim) -> Packed:
 def _make(func: Any, sizes: list[Any], make: Callable[[list[int]], Tensor]) -> Any:
     """What `make` makes of sizes that are numbers: values where it is packed."""
     dim = _find_rows(sizes)
-    return make(_as_numbers(func, sizes)) if dim is None else _pack(make([dim.total, *sizes[2:]]), dim)
+    if dim is None:
+        return mark_sizes(make(_as_numbers(func, sizes)), sizes)
+    return _pack(make([dim.total, *sizes[2:]]), dim)
 
 
-@takes_sizes("zeros", "ones", "empty", "rand", "randn")
-def _fill(func: Any, *sizes: Any, **kwargs: Any) -> Any:
-    given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
-    _refuse_numbers(func, *kwargs.values())
-    return _make(func, given, lambda numbers: func(numbers, **kwargs))
+def _of_sizes(func: Any, input: Tensor, sizes: list[Any]) -> Any:
+    """What `func` gives for sizes that are no rows', a table."""
+    if type(input) is RaggedTable:
+        return run_for_rows(func, (input, sizes), {})
+    return mark_sizes(func(input, _as_numbers(func, sizes)), sizes)
 
 
-@takes_sizes("new_zeros", "new_ones", "new_empty")
-def _fill_as(func: Any, input: Any, *sizes: Any, **kwargs: Any) -> Any:
-    given = _as_list((kwargs.pop("size"),) if "size" in kwargs else sizes)
-    _refuse_numbers(func, *kwargs.values())
-    return _make(func, given, lambda numbers: func(input, numbers, **kwargs))
-
-
-@takes_sizes("full")
-def _full(func: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
-    _refuse_numbers(func, fill_value, *kwargs.values())
-    return _make(func, list(size), lambda numbers: func(numbers, fill_value, **kwargs))
-
-
-@takes_sizes("new_full")
-def _full_as(func: Any, input: Any, size: Any, fill_value: Any, **kwargs: Any) -> Any:
-    _refuse_numbers(func, fill_value, *kwargs.values())
-    return _make(func, list(size), lambda numbers: func(input, numbers, fill_value, **kwargs))
-
-
-@takes_sizes("randint")
-def _draw(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """randint([low,] high, size)"""
-    *bounds, size = (*args, kwargs.pop("size")) if "size" in kwargs else args
-    _refuse_numbers(func, *bounds, *kwargs.values())
-    return _make(func, list(size), lambda numbers: func(*bounds, numbers, **kwargs))
+@takes_sizes("zeros", "ones", "empty", "rand", "randn", "full", "randint")
+@takes_sizes("new_zeros", "new_ones", "new_empty", "new_full")
+def _fill(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of sizes one by one or in a list, behind a tensor, before a number, or behind the bounds of what is drawn."""
+    name, own = func.__name__, int(func.__name__.startswith("new_"))
+    own = len(args) - ("size" not in kwargs) if name == "randint" else own
+    last = own + 1 if name in ("full", "new_full", "randint") else len(args)
+    given = kwargs.pop("size") if "size" in kwargs else _as_list(args[own:last])
+    before, behind = args[:own], args[last:] if len(args) > own else ()
+    _refuse_numbers(func, *before, *behind, *kwargs.values())
+    return _make(func, list(given), lambda numbers: func(*before, numbers, *behind, **kwargs))
 
 
 @takes_sizes("arange")
@@ -121,37 +111,32 @@ def _count(func: Any, *args: Any, **kwargs: Any) -> Any:
     _refuse_numbers(func, start, step, *kwargs.values())
     if not isinstance(end, RaggedSize) or step <= 0:
         raise no_number(func.__name__)
-    return func(start, end._dim.max_len, step, **kwargs)
+    made = func(start, end._dim.max_len, step, **kwargs)
+    count = end._dim
+    if (start, step) != (0, 1):
+        count = count._derive(lambda lens: ((lens - start) / step).ceil().clamp(min=0).to(lens.dtype))
+    return mark(made, {-1: count})
 
 
-@takes_sizes("eye")
-def _eye(func: Any, n: Any, m: Any = None, **kwargs: Any) -> Any:
-    return func(*_as_numbers(func, [n] if m is None else [n, m]), **kwargs)
-
-
-@takes_sizes("one_hot")
-def _one_hot(func: Any, tensor: Any, num_classes: Any) -> Any:
-    return func(tensor, *_as_numbers(func, [num_classes]))
-
-
-@takes_sizes("narrow")
-def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
-    _refuse_numbers(func, dim, start)
-    return func(input, dim, start, *_as_numbers(func, [length]))
+@takes_sizes("eye", "one_hot", "narrow")
+def _of_rows(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """As far as the longest row, where that begins as the others do."""
+    return run_for_rows(func, args, kwargs)
 
 
 @takes_sizes("view", "reshape")
 def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     """Of the entries one after another, (N, ...) as (B, T, *F), a packed tensor; of a padded tensor a padded one."""
     given = list(kwargs["shape"]) if "shape" in kwargs else _as_list(sizes)
-    given = _count_rows(input, given)
+    x = plain(input)
+    given = _count_rows(x, given)
     dim = _find_rows(given)
-    if dim is not None and input.dim() and _is_flat(input, given[2:], dim):
-        return _pack(func(input, (dim.total, *_find_features(input, given[2:], dim))), dim)
+    if dim is not None and x.dim() and _is_flat(x, given[2:], dim):
+        return _pack(func(x, (dim.total, *_find_features(x, given[2:], dim))), dim)
     if isinstance(given[0], EntryCount):  # of entries, or of a padded tensor
         rows = given[0]._dim
-        given[0] = rows.total if _is_flat(input, given[1:], rows) else len(rows) * rows.max_len
-    return func(input, _as_numbers(func, given))
+        given[0] = rows.total if _is_flat(x, given[1:], rows) else len(rows) * rows.max_len
+    return _of_sizes(func, input, given)
 
 
 def _count_rows(x: Tensor, sizes: list[Any]) -> list[Any]:
@@ -195,7 +180,7 @@ def _unflatten(func: Any, input: Tensor, dim: int, sizes: Any) -> Any:
         given = _count_rows(input, [*given, *input.shape[1:]])[:2]
     if dim % input.dim() == 0 and _find_rows(given) is not None and len(given) == 2:
         return _view(torch.reshape, input, (*given, *input.shape[1:]))
-    return func(input, dim, _as_numbers(func, given))
+    return run_for_rows(func, (input, dim, given), {})
 
 
 @takes_sizes("expand", "broadcast_to")
@@ -205,8 +190,8 @@ def _expand(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     if given and given[0] == -1 and len(given) == input.dim():
         given[0] = input.shape[0]
     if (dim := _find_rows(given)) is None:
-        return func(input, _as_numbers(func, given))
-    before = input[(None,) * max(len(given) - input.dim(), 0)]
+        return _of_sizes(func, input, given)
+    before = plain(input)[(None,) * max(len(given) - input.dim(), 0)]
     features = [k if n == -1 else n for n, k in zip(given[2:], before.shape[2:], strict=True)]
     return _cut(before.expand(-1, -1, *features), dim)
 

@@ -39,7 +39,31 @@ _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that some
 
 
 @runs_eagerly
-class Merged(Tensor):
+class Remembers(Tensor):
+    """An ordinary tensor in all but what it remembers, which is among its attributes."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, and so saved, as an ordinary tensor."""
+        return plain(self).__reduce_ex__(protocol)
+
+    def __copy__(self) -> Self:
+        """A tensor of the same numbers, in the same memory."""
+        return remember(copy.copy(plain(self)), type(self), **self.__dict__)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
+        """A tensor of the same numbers."""
+        if id(self) not in memo:
+            new = copy.deepcopy(plain(self.detach() if self.is_leaf else self), memo)
+            memo[id(self)] = remember(new.requires_grad_(self.requires_grad), type(self), **self.__dict__)
+        return memo[id(self)]
+
+    def __repr__(self, **kwargs: Any) -> str:
+        """As an ordinary tensor."""
+        return repr(plain(self))
+
+
+@runs_eagerly
+class Merged(Remembers):
     """A tensor of the entries of packed rows. `rows` is a packed tensor of them without values."""
 
     rows: Any
@@ -72,27 +96,6 @@ class Merged(Tensor):
                 _remember(name, args, kwargs, out)
         return out
 
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, and so saved, as an ordinary tensor."""
-        return plain(self).__reduce_ex__(protocol)
-
-    def __copy__(self) -> Self:
-        """A tensor of the same entries, in the same memory."""
-        return _mark(copy.copy(plain(self)), self.rows, self.in_order)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Self:
-        """A tensor of the same entries."""
-        if id(self) not in memo:
-            new = copy.deepcopy(plain(self.detach() if self.is_leaf else self), memo)
-            memo[id(self)] = _mark(new.requires_grad_(self.requires_grad), self.rows, self.in_order)
-        return memo[id(self)]
-
-    def __repr__(self, **kwargs: Any) -> str:
-        """As an ordinary tensor."""
-        with unseen_by_classes():
-            shown = super().__repr__(**kwargs)
-        return shown.replace("Merged(", "tensor(", 1)  # as long, so that lines break where they do for that
-
 
 PLAIN.add(Merged)
 
@@ -105,18 +108,23 @@ def entries_of(p: Any, values: Tensor) -> Tensor:
 
 
 def plain(x: Any) -> Any:
-    """An ordinary tensor for one of entries; all else as it is."""
-    if type(x) is not Merged:
+    """An ordinary tensor for one that remembers; all else as it is."""
+    if not isinstance(x, Remembers):
         return x
     with unseen_by_classes():
         return x.as_subclass(Tensor)
 
 
 @called_eagerly
-def _mark(x: Any, rows: Any, in_order: bool) -> Any:
-    x.rows, x.in_order = rows, in_order
-    x.__class__ = Merged  # no view of it, so that autograd sees nothing
+def remember(x: Any, kind: type, **memory: Any) -> Any:
+    """Makes an ordinary tensor one of this kind."""
+    x.__dict__.update(memory)
+    x.__class__ = kind  # no view of it, so that autograd sees nothing
     return x
+
+
+def _mark(x: Any, rows: Any, in_order: bool) -> Any:
+    return remember(x, Merged, rows=rows, in_order=in_order)
 
 
 def _remember_attribute(func: Any, x: Any, out: Any) -> Any:

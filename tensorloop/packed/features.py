@@ -122,3 +122,14 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         return func(input, *args, **kwargs)
     values = func(input.values, *args, **kwargs)
     return input._with(values, input._dim.to(values.device))
+
+
+@handles("cdist")
+def _cdist(func: Any, x1: Any, x2: Any, *args: Any, **kwargs: Any) -> Any:
+    """From each entry to the rows of a codebook (K, D) or (1, K, D)."""
+    if not is_packed(x1) or not is_tensor(x2) or x1.ndim != 3 or any(n != 1 for n in x2.shape[:-2]):
+        raise refusal(
+            "distances between steps have no packed form",
+            "of (B, T*, D) give it a codebook (K, D); between steps use p.pad() and a mask",
+        )
+    return x1._with(func(x1.values, x2.reshape(x2.shape[-2:]), *args, **kwargs))

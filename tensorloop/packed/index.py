@@ -12,7 +12,8 @@ from tensorloop._common.uploads import upload
 from tensorloop.packed import reordered_shapes, segments
 from tensorloop.packed.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.dim import Dim
-from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.entries import plain
+from tensorloop.packed.size import FromEnd, RaggedSize
 
 _ALL = slice(None)
 
@@ -77,6 +78,7 @@ def _read_index(p: Packed, k: Any, what: str) -> Any:
     if isinstance(k, slice):
         return k
     if isinstance(k, (list, range)) or getattr(k, "ndim", 0):  # a tensor, or an array of NumPy's
+        k = plain(k)
         if not isinstance(k, Tensor):
             k = torch.as_tensor(list(k) if isinstance(k, range) else k, device="cpu")
         if k.dtype is torch.bool:
@@ -106,7 +108,7 @@ def find_mask(p: Packed, key: Any) -> Tensor | None:
     wanted = len(dim), dim.max_len, *p.values.shape[1 : key.dim() - 1]
     if tuple(key.shape) != wanted:
         raise WrongIndex(f"a mask of the entries of {p.shape} must be {wanted}, got {tuple(key.shape)}")
-    return segments.pack(key, dim._offsets, dim.total)
+    return segments.pack(plain(key), dim._offsets, dim.total)
 
 
 def _find_row(p: Packed, b: int) -> int:
@@ -247,6 +249,9 @@ def crop(p: Packed, times: slice) -> Packed:
             return default
         if isinstance(x, RaggedSize) and len(x._dim) == len(lens):  # the size of each row, maybe of another tensor's
             return torch.minimum(x._dim._host_lens, lens)
+        if isinstance(x, FromEnd) and len(x._dim) == len(lens):
+            own = x._dim._host_lens
+            return torch.where(own > 0, lens - own, 0).clamp(min=0)  # -0 is the beginning, as in Python
         n = arguments.as_int(x)
         return torch.clamp(lens + n, min=0) if n < 0 else torch.clamp(lens, max=n)
 

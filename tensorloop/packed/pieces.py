@@ -134,7 +134,7 @@ def _gather(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = 
         return _pick_from_table(input, index)
     _needs_packed(input)
     if find_dim(input, dim) > 1:
-        index = _take_values(index, input)
+        index = _take_values(index, input) if is_packed(index) else align(index, input)
         return input._with(torch.gather(input.values, find_feature_dim(input, dim), index))
     return _pick_steps(lambda values, at: torch.gather(values, 0, at), input, dim, index)
 

@@ -22,7 +22,7 @@ _ALSO_POINTWISE = frozenset(
         *("dropout", "alpha_dropout", "bernoulli", "positive", "conj", "resolve_conj", "rsub", "radd", "rmul"),
         *("rtruediv", "rdiv", "rpow", "rfloordiv", "rmod", "truediv", "floordiv", "mod", "invert", "neg", "pos"),
         *("and", "or", "xor", "lshift", "rshift", "rand", "ror", "rxor", "rlshift", "rrshift", "one_hot"),
-        *("isreal", "type", "expit", "gammaln", "psi", "complex", "polar"),
+        *("isreal", "type", "expit", "gammaln", "psi", "complex", "polar", "ndtr", "gammainc", "gammaincc"),
         *("normal", "uniform", "exponential", "log_normal", "cauchy", "geometric", "poisson"),
     }
 )

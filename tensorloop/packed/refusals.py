@@ -32,7 +32,6 @@ _NAMES: dict[str, str] = {
     "embedding_bag": "use F.embedding(p, weight), then .sum(1), .mean(1) or .amax(1)",
     "mode": "do it row by row: torch.stack([row.mode(0).values for row in p])",
     "aminmax": "use amin and amax",
-    "cdist": "distances between steps have no packed form; use p.pad() and a mask",
     "pairwise_distance": "use torch.linalg.vector_norm(x - y, dim=-1)",
     "numpy": "use p.values.numpy(), or p.pad().numpy()",
     "trapezoid": "write it with p[:, 1:] and p[:, :-1], whose lens are equal",

@@ -24,6 +24,7 @@ from tensorloop.packed.layout import ViewLayout, layout_of, makes_views, turn_ba
 from tensorloop.packed.pointwise import align, is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 from tensorloop.packed.scores import PackedScores
+from tensorloop.packed.tables import LISTS, RaggedTable, for_rows
 
 # Of packed tensors, by `dim` or `dims`: with those translated they are the same here.
 _ALONG = frozenset(
@@ -269,6 +270,8 @@ def _is_taken(name: str) -> bool:
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
+        args, kwargs = for_rows(args, kwargs)
     name = getattr(func, "__name__", str(func))
     called = name[2:-2] if name.startswith("__") else name
     try:

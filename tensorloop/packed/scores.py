@@ -19,6 +19,7 @@ from tensorloop.packed.heads_as_rows import multiply
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
 from tensorloop.packed.size import RaggedSize
+from tensorloop.packed.tables import LISTS, RaggedTable, for_rows
 
 _INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 _TABLE: dict[str, Handler] = {}
@@ -184,6 +185,8 @@ def takes_scores(*names: str) -> Any:
 
 
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
+        args, kwargs = for_rows(args, kwargs)
     name = getattr(func, "__name__", str(func))
     called = name[2:-2] if name.startswith("__") else name
     try:

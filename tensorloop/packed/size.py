@@ -7,7 +7,7 @@ number from it but where a slice ends: `__index__` looks at the instruction that
 import dis
 import operator
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from numbers import Real
 from types import FrameType
 from typing import Any, NoReturn
@@ -23,6 +23,7 @@ _WRITE = (
     "for layers"
 )
 _run = late("packed.by_size", "run")
+_is_size_of = late("packed.heads_as_rows", "is_size_of")
 
 
 def no_number(name: str, why: str = _WRITE) -> TypeError:
@@ -55,6 +56,10 @@ class NoNumber:
         """What torch makes by sizes; all else is refused. torch asks here before it says that this is no int."""
         return _run(func, args, kwargs or {})
 
+    def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
+        """Refused: NumPy would ask for a method of the function's name."""
+        raise no_number(ufunc.__name__)
+
     __index__, __int__, __float__, __bool__ = map(_refuses, ("__index__", "__int__", "__float__", "__bool__"))
     __lt__, __le__, __gt__, __ge__ = map(_refuses, ("__lt__", "__le__", "__gt__", "__ge__"))
     __add__, __sub__, __mul__, __pow__ = map(_refuses, ("__add__", "__sub__", "__mul__", "__pow__"))
@@ -83,18 +88,23 @@ class RaggedSize(NoNumber):
 
     It is taken where torch makes a tensor by sizes (`torch.zeros(B, T, D)`, `torch.arange(T)`, `x.view(B, T, D)`) and
     where a slice ends (`table[:, :T]`), as the longest row. `T + 1` is the size of rows that are one longer, `B * T`
-    that of all entries.
+    that of all entries; `T - S` is a number where it is the same in every row, and `x[:, -T:]` the last T of each.
+    `longest`: the size of a table, whose longest row answers beside sizes of other rows.
     Raises: TypeError, by all other arithmetic and every function of Python, NumPy or torch that asks for a number, and
     by `<` and truth where rows differ.
     """
 
-    __slots__ = ()
+    __slots__ = ("_longest",)
+
+    def __init__(self, dim: Dim, longest: bool = False) -> None:
+        super().__init__(dim)
+        self._longest = longest
 
     # With no hash: what equals None and an int has none, and a cache by shapes would keep the rows of a batch.
     def __eq__(self, other: object) -> bool:
         """Whether `other` is None, the size of equal rows, or the int that is the longest row. Refused of tensors."""
         if isinstance(other, RaggedSize):
-            return self._dim.same(other._dim)
+            return self._dim.same(other._dim) or _is_size_of(other._dim, self._dim)
         if hasattr(other, "__torch_function__"):  # which has given up: it takes a TypeError for "ask the other side"
             raise no_number("eq")
         return other is None or (isinstance(other, int) and not isinstance(other, Dim) and other == self._dim.max_len)
@@ -111,11 +121,30 @@ class RaggedSize(NoNumber):
 
     def __add__(self, n: Any) -> "RaggedSize":
         """The size of rows that are `n` entries longer."""
-        if type(n) is not int or n < 0:
-            raise no_number("add")
-        return RaggedSize(self._dim._kept(f"longer by {n}", lambda: self._dim._derive(lambda lens: lens + n)))
+        return self._longer("add", n)
 
     __radd__ = __add__
+
+    def __sub__(self, n: Any) -> "RaggedSize | int":
+        """The size of rows that are `n` entries shorter; of two sizes, by how much the rows differ, all alike."""
+        if not isinstance(n, RaggedSize):
+            return self._longer("sub", n, -1)
+        found = {a - b for a, b in pair_rows((self._dim, n._dim))} or {0}
+        if len(found) != 1:
+            raise no_number("sub", f"the two sizes do not differ by the same number in every row; {_WRITE}")
+        return found.pop()
+
+    def __neg__(self) -> "FromEnd":
+        """Where x[:, -T:] begins."""
+        return FromEnd(self._dim)
+
+    def _longer(self, name: str, n: Any, sign: int = 1) -> "RaggedSize":
+        more = n * sign if type(n) is int else None
+        if more is None or (more < 0 and bool((self._dim._host_lens < -more).any())):
+            raise no_number(name)
+        if not more:
+            return self
+        return RaggedSize(self._dim._kept(f"longer by {more}", lambda: self._dim._derive(lambda lens: lens + more)))
 
     def __mul__(self, n: Any) -> "RaggedSize | EntryCount":
         """How many entries there are, where `n` is the number of rows: `B * T`. Once, it is the size itself."""
@@ -132,6 +161,12 @@ class RaggedSize(NoNumber):
             raise no_number("index")
         return self._dim.max_len
 
+    def __int__(self) -> int:
+        """The longest row, where einx reads the shape of a table. Refused to all others who ask for a number."""
+        if not self._longest or not sys._getframe(1).f_globals.get("__name__", "").startswith("einx."):
+            raise no_number("int")
+        return self._dim.max_len
+
     def _is_handed_on(self, frame: FrameType) -> bool:
         """Whether a function mode, of a default device or a checkpointed loop, calls torch for x[.., a:b]."""
         if frame.f_code.co_name != "__torch_function__" or frame.f_locals.get("func") not in _INDEXING:
@@ -145,19 +180,49 @@ class RaggedSize(NoNumber):
         Whether there is a step at all, or more than one, is asked of the padded tensor, by a model that has a way for
         decoders beside one for sequences: the longest row answers.
         """
-        lens = self._dim._host_lens
-        if isinstance(other, RaggedSize) and len(other._dim) == len(lens):
-            answers = compare(lens, other._dim._host_lens).tolist() or [compare(0, 0)]
-        elif type(other) is int and other - (name in ("__lt__", "__ge__")) <= 1:
-            return bool(compare(self._dim.max_len, other))
+        if isinstance(other, RaggedSize):
+            longest = self._dim.max_len, other._dim.max_len
+            if (self._longest or other._longest) and self != other:  # of a table that was made for another batch
+                return compare(*longest)
+            pairs: Any = pair_rows((self._dim, other._dim)) or [longest]
+        elif type(other) is int and (((lower := name in ("__lt__", "__ge__")) and self._longest) or other - lower <= 1):
+            return bool(compare(self._dim.max_len, other))  # of a kept table: whether it is long enough
         elif isinstance(other, Real) and not isinstance(other, Dim):
-            answers = compare(lens, other).tolist() or [compare(0, other)]
+            pairs = [(n, other) for n in self._dim._host_lens.tolist()] or [(0, other)]
         else:
             raise no_number(name)
+        answers = [bool(compare(n, m)) for n, m in pairs]
         if len(set(answers)) > 1:
             b = answers.index(not answers[0])
-            raise no_number(name, f"rows 0 and {b}, of {lens[0]} and {lens[b]} entries, answer differently; {_WRITE}")
+            raise no_number(
+                name, f"rows 0 and {b}, of {pairs[0][0]} and {pairs[b][0]} entries, answer differently; {_WRITE}"
+            )
         return answers[0]
+
+
+def pair_rows(dims: Sequence[Dim]) -> list[tuple[int, ...]]:
+    """The lengths of several dims in each row; where heads are joined with the batch, in each of its rows."""
+    count = max(map(len, dims), default=0)
+    if any(count % len(dim) if len(dim) else count for dim in dims):
+        raise no_number("compare", f"sizes of {' and '.join(str(len(dim)) for dim in dims)} rows; {_WRITE}")
+    lens = (dim._host_lens.repeat_interleave(count // max(len(dim), 1)).tolist() for dim in dims)
+    return list(zip(*lens, strict=True))
+
+
+class FromEnd(NoNumber):
+    """The size of each row counted from its end, `-T`: where `x[:, -T:]` begins, and no number."""
+
+    __slots__ = ()
+
+    def __repr__(self) -> str:
+        """As it is written."""
+        return "-*"
+
+    def __index__(self) -> int:
+        """Where a slice begins, if all rows are of one length."""
+        if len(set(self._dim._host_lens.tolist())) > 1 or not _is_in_slice(sys._getframe(1)):
+            raise no_number("index")
+        return -self._dim.max_len
 
 
 class EntryCount(NoNumber):

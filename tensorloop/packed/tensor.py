@@ -449,6 +449,8 @@ class PackedTensor(InAutograd):
         if name in ATTRIBUTES:
             return getattr(self.values, name)
         func = getattr(Tensor, name, None)
+        if name in ("real", "imag"):
+            return dispatch(getattr(torch, name), (self,), {})
         if func is None or not callable(func) or name.startswith("__"):
             raise no_attribute(name, method=False)
         if name not in HANDLERS and not is_pointwise(name):

@@ -161,8 +161,8 @@ LATE_DOORS = {
     "__init__": {"f'{__name__}.{name}'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
-    "packed.size": {"'packed.by_size'"},
-    "packed.entries": {"'packed.entry_rules'"},
+    **{"packed.tables": {"'packed.pointwise'"}, "packed.entries": {"'packed.entry_rules'"}},
+    "packed.size": {"'packed.by_size'", "'packed.heads_as_rows'"},
     "packed.reordered": {"'attention.sdpa'", "'attention.multihead'"},
     "tensor_array.array": {"'tensor_array.show'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda

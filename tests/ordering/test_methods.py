@@ -310,3 +310,48 @@ def test_the_short_search_can_be_left_out():
     alone, found = ordering.best(mask, block_size=32, moves=0), ordering.best(mask, block_size=32)
     assert found.blocks < alone.blocks
     assert found.method == f"{alone.method} + search"
+
+
+def small_graph(seed: int) -> Graph:
+    """A tree in the order of a heap, a small world, a grid row by row, a random tree, loose cliques or documents."""
+    generator = torch.Generator().manual_seed(seed)
+
+    def draw(least: int, most: int) -> int:
+        return int(torch.randint(least, most, (1,), generator=generator))
+
+    kind, n = seed % 6, draw(40, 200)
+    if kind == 5:
+        return Graph.from_documents([draw(2, 12) * 4 for _ in range(draw(3, 10))])
+    if kind == 1:
+        return as_graph(small_world(n, 3, 0.1, seed).to_sparse(), "graph")
+    at = torch.arange(1, n)
+    if kind == 0:
+        pairs = [(at, (at - 1) // 2)]
+    elif kind == 2:
+        pairs = [(at[at % 11 > 0], at[at % 11 > 0] - 1), (at[at > 10], at[at > 10] - 11)]
+    elif kind == 3:
+        pairs = [(at, (torch.rand(n - 1, generator=generator) * at).long())]
+    else:
+        pairs = [(at[at % 8 >= k], at[at % 8 >= k] - k) for k in range(1, 8)]
+        pairs.append((at[::9], torch.randint(n, (len(at[::9]),), generator=generator)))
+    mask = torch.eye(n, dtype=torch.bool)
+    for i, j in pairs:
+        mask[i, j] = mask[j, i] = True
+    return as_graph(mask.to_sparse(), "graph")
+
+
+@pytest.mark.parametrize("seed", range(36))
+def test_best_loses_to_neither_walks_nor_the_spectrum(seed: int):
+    """Also where the natural order is nearly as good as can be, and for documents."""
+    graph, size = small_graph(seed), (4, 8, 16, 32)[seed // 6 % 4]
+    found = ordering.best(graph, block_size=size)
+    for other in (ordering.rcm, ordering.spectral, ordering.natural):
+        assert found.blocks <= other(graph, block_size=size).blocks
+
+
+def test_best_of_few_documents_and_of_a_tree():
+    assert ordering.best(Graph.from_documents([36, 8, 36, 36]), block_size=8).blocks <= 45
+    at = torch.arange(1, 150)
+    tree = torch.eye(150, dtype=torch.bool)
+    tree[at, (at - 1) // 2] = tree[(at - 1) // 2, at] = True
+    assert ordering.best(tree.to_sparse(), block_size=8).blocks <= 57

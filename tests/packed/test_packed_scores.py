@@ -380,7 +380,7 @@ def test_tables_beside_no_rows():
 
 def test_a_padded_tensor_of_one_step_is_cut_to_rows_of_none():
     q = make([0, 1], 6)
-    s = torch.cat([scores(q, q), torch.ones(2, 2, q.shape[1], 1, dtype=D).expand(2, 2, 1, 1)], -1)
+    s = torch.cat([scores(q, q), torch.ones(2, 2, q.shape[1], 1, dtype=D)], -1)
     assert [row.shape for row in s.unbind()] == [(2, 0, 1), (2, 1, 2)]
     two = scores(make([2, 1], 6), make([2, 1], 6))
     assert torch.equal(two[..., 0, None].unbind()[0], two.unbind()[0][..., :1])

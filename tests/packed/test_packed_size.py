@@ -15,6 +15,7 @@ from torch import nn
 
 import tensorloop as tl
 from tensorloop.packed import PackedTensor
+from tensorloop.packed.entries import plain
 from tests.support.devices import HERE
 
 P = PackedTensor(torch.randn(5, 3), [2, 3])
@@ -164,8 +165,8 @@ def test_what_is_drawn_by_sizes_is_packed():
 
 def test_what_has_no_rows_is_of_the_longest():
     b, t, d = P.shape
-    assert torch.arange(t).tolist() == torch.arange(0, end=t).tolist() == [0, 1, 2]
-    assert torch.arange(1, t, 2, dtype=torch.float32).tolist() == [1]
+    assert plain(torch.arange(t)).tolist() == plain(torch.arange(0, end=t)).tolist() == [0, 1, 2]
+    assert plain(torch.arange(1, t, 2, dtype=torch.float32)).tolist() == [1]
     assert torch.zeros(1, t, d).shape == (1, 3, 3)
     assert torch.zeros((t, t)).shape == torch.eye(t).shape == torch.ones(b, t, t)[0].shape == (3, 3)
     assert torch.zeros((t, b, d)).shape == (3, 2, 3)
@@ -173,8 +174,8 @@ def test_what_has_no_rows_is_of_the_longest():
     assert F.one_hot(torch.arange(2), t).shape == (2, 3)
     assert torch.ones(4).expand(5, t, 4).shape == torch.ones(1, 1, 4).repeat(5, t, 1).shape == (5, 3, 4)
     padded = torch.randn(2, 3, 4)
-    assert torch.equal(padded.view(b, t, 2, 2), padded.view(2, 3, 2, 2))
-    assert torch.equal(padded.view(b * t, 4).view(b, t, 2, 2), padded.view(2, 3, 2, 2))
+    for again in (padded.view(b, t, 2, 2), padded.view(b * t, 4).view(b, t, 2, 2)):
+        assert torch.equal(plain(again), padded.view(2, 3, 2, 2))
     table = torch.zeros(1, 9)
     table[:, :t] = 1
     assert table.sum() == 3
@@ -185,7 +186,7 @@ def test_minus_one_is_found_where_it_is_clear_what_is_padding():
     assert torch.zeros(5, 4).view(b * t, -1).shape == (5, 4)
     assert torch.zeros(5, 4).view(b, t, 2, -1).shape == (2, None, 2, 2)
     assert torch.zeros(2, 3, 4).view(b * t, -1).shape == (6, 4)
-    assert torch.equal(torch.zeros(2, 3, 4).view(b, t, -1), torch.zeros(2, 3, 4))
+    assert torch.equal(plain(torch.zeros(2, 3, 4).view(b, t, -1)), torch.zeros(2, 3, 4))
     equal = packed([3, 3], 1)
     assert torch.zeros(2, 3, 4).view(2, equal.shape[1], 2, -1).shape == (2, None, 2, 2)
     assert torch.zeros(2, 3, 4).view(2 * equal.shape[1], -1).shape == (6, 4)
@@ -233,16 +234,47 @@ def test_gradcheck_of_an_expanded_tensor():
     assert torch.autograd.gradcheck(lambda x: x.expand(b, t, 2).values, steps)
 
 
+def test_sizes_are_subtracted_where_the_difference_is_one_number():
+    x = packed([3, 1, 5])
+    t: Any = x.shape[1]
+    longer, shorter = t + 2, t - 1
+    assert (t - t, longer - t, t - longer, shorter - t) == (0, 2, -2, -1)
+    assert t + 0 == t == t - 0 == longer - 2
+    assert shorter == x[:, 1:].shape[1]
+    assert (t >= t, t > t, t <= longer, t < longer, t == longer) == (True, False, True, True, False)
+    assert torch.arange(t - t, t).shape == (t,)
+    assert packed([]).shape[1] - packed([]).shape[1] == 0
+    other: Any = packed([3, 1, 4]).shape[1]
+    for refused in (lambda: t - other, lambda: t - 2, lambda: t - packed([3, 1]).shape[1]):
+        with pytest.raises(TypeError, match=r"(sub|compare): .*write p\.max_len"):
+            refused()
+
+
+@pytest.mark.parametrize("lens", [lens for lens in LENS if lens], ids=str)
+def test_heads_that_are_joined_with_the_batch_leave_sizes_equal(lens: list[int]):
+    x = packed(lens, 6)
+    b, t, _ = x.shape
+    q = x.view(b, t, 3, 2).transpose(1, 2).reshape(b * 3, -1, 2)
+    s = q @ q.transpose(1, 2)
+    assert s.size() == (b * 3, t, t)
+    assert q.size(1) == t
+    assert (q.size(1) - t, q.size(1) >= t, t > q.size(1)) == (0, True, False)
+    if len(set(lens)) > 1:
+        assert q.size(1) != x[:, 1:].shape[1] != t
+        assert q.size(1) != packed(lens[::-1] * 3).shape[1]
+
+
 NUMBERS: dict[str, Any] = {
     "range": lambda: range(T),
     "mean": lambda: P.sum(1) / T,
     "half": lambda: T // 2,
-    "one less": lambda: T - 1,
+    "less than there is": lambda: T - 3,
     "less than a number": lambda: 5 - T,
     "longer by what is no int": lambda: T + 0.5,
     "two sizes": lambda: T + T,
     "twice": lambda: 3 * T,
-    "negative": lambda: -T,
+    "negative and more": lambda: 1 - T + 4,
+    "of a table, from the end": lambda: torch.ones(5)[-T:],
     "power": lambda: T**-0.5,
     "times a tensor": lambda: PADDED * T,
     "packed": lambda: P / T,
@@ -276,7 +308,6 @@ NUMBERS: dict[str, Any] = {
     "tril_indices": lambda: torch.tril_indices(T, T),
     "sum": lambda: PADDED.sum(T),
     "select": lambda: PADDED.select(1, T),
-    "narrow": lambda: PADDED.narrow(1, T, 1),
     "F.pad": lambda: F.pad(PADDED, (0, T)),
     "interpolate": lambda: F.interpolate(PADDED, size=T),
     "pool": lambda: F.adaptive_avg_pool1d(PADDED, T),
@@ -294,6 +325,7 @@ NUMBERS: dict[str, Any] = {
     "list": lambda: [0] * T,
     "numpy": lambda: np.zeros((2, T)),
     "numpy's arange": lambda: np.arange(T),
+    "numpy's function": lambda: np.log(T),
     "numpy's number": lambda: np.float64(3) * T,
     "numpy's array": lambda: np.ones(3) / T,
     "numpy's int": lambda: np.int64(T),

@@ -284,7 +284,9 @@ NO_ROWS: dict[str, str] = {
         ("element_size", "get_device", "is_complex", "is_contiguous", "is_floating_point", "is_inference", "is_signed"),
         "a fact of the whole, without numbers",
     ),
-    "nelement": "a fact of the whole, without numbers",
+    **dict.fromkeys(("nelement", "numel"), "a fact of the whole, without numbers"),
+    "grad": "a tuple of gradients; a test of its own",
+    "cdist": "not of bfloat16; a test of its own",
     **dict.fromkeys(
         ("new_empty", "new_full", "new_ones", "new_tensor", "new_zeros"), "an ordinary tensor without rows"
     ),
