@@ -14,7 +14,7 @@ from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, PackedView, refusal
 from tensorloop.packed.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.refusals import unsupported
-from tensorloop.packed.tables import LISTS, RaggedTable, for_rows
+from tensorloop.packed.tables import LISTS, MADE, RaggedTable, for_rows
 
 HANDLERS: dict[str, Handler] = {}
 _CALLED: dict[str, str] = {}  # what errors call a torch function, where that is not its own name
@@ -23,7 +23,7 @@ _CALLED: dict[str, str] = {}  # what errors call a torch function, where that is
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for these arguments, some of them packed; errors begin with its name."""
     name = called = getattr(func, "__name__", str(func))
-    if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
+    if MADE and (kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS):
         args, kwargs = for_rows(args, kwargs)
     for x in args:
         if isinstance(x, PackedView):  # of another order: it sees to both

@@ -24,6 +24,7 @@ from tensorloop.packed.size import FromEnd, NoNumber, RaggedSize, no_number, pai
 
 _is_pointwise: Callable[[str], bool] = late("packed.pointwise", "is_pointwise")
 LISTS = list, tuple
+MADE: list[bool] = []  # not empty once there was a table: till then nobody looks for one
 _KEEP = frozenset({"to", "cpu", "cuda", "type_as"})
 # Of which nothing comes from another place along time.
 _MOVE = frozenset(
@@ -94,7 +95,10 @@ def for_rows(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[tuple[Any, 
 def mark(x: Any, rows: dict[int, Dim]) -> Any:
     """Makes an ordinary tensor the table whose dims `rows` are ragged, where there are any and rows differ."""
     rows = {d: dim for d, dim in rows.items() if len(set(dim._host_lens.tolist())) > 1}
-    return remember(x, RaggedTable, rows=rows) if rows and type(x) is Tensor else x
+    if not rows or type(x) is not Tensor:
+        return x
+    MADE[:] = [True]
+    return remember(x, RaggedTable, rows=rows)
 
 
 def mark_sizes(x: Tensor, sizes: Any) -> Tensor:
