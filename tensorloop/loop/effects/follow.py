@@ -160,17 +160,17 @@ _never: dict[int, CodeType] = {}  # codes that are not followed, by id, which th
 
 
 @called_eagerly
-def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
+def _on_call(frame: FrameType, event: str, arg: Any) -> None:
     if id(frame.f_code) in _never:
-        return None
+        return
     followed = [(judge, table) for judge in _here.judges if (table := judge.starts(frame))]
     if not followed:
         if known.is_trusted(known.module_of(frame)):
             _never[id(frame.f_code)] = frame.f_code
-        return None
+        return
     frame.f_trace_opcodes, frame.f_trace_lines = True, False
     one = len(followed) == 1 and followed[0][0].paths is None
-    return _FrameFollower(followed).local if one else _FrameFollower(followed).local_of_all
+    frame.f_trace = _FrameFollower(followed).local if one else _FrameFollower(followed).local_of_all
 
 
 @runs_eagerly

@@ -17,41 +17,24 @@ _TRACE_AT = 32  # byte of `f_trace` in a PyFrameObject of CPython 3.11
 # Calls `self` where a frame begins (0), and the function in `f_trace`, if any, for an exception (1) and an opcode (7).
 _TEXT = """
 define i32 @traced(ptr %self, ptr %frame, i32 %what, ptr %arg) {
-  switch i32 %what, label %none [i32 0, label %begins i32 1, label %inside i32 7, label %inside]
-none:
-  ret i32 0
-begins:
-  br label %call
-inside:
   %place = getelementptr i8, ptr %frame, i64 TRACE
   %local = load ptr, ptr %place
+  switch i32 %what, label %none [i32 0, label %call i32 1, label %inside i32 7, label %inside]
+inside:
   %empty = icmp eq ptr %local, null
   br i1 %empty, label %none, label %call
 call:
-  %f = phi ptr [%self, %begins], [%local, %inside]
-  %is0 = icmp eq i32 %what, 0
-  %is1 = icmp eq i32 %what, 1
-  %other = select i1 %is1, i64 NAME1, i64 NAME2
-  %name = select i1 %is0, i64 NAME0, i64 %other
-  %event = inttoptr i64 %name to ptr
-  %do = inttoptr i64 CALL to ptr
-  %out = call ptr (ptr, ...) %do(ptr %f, ptr %frame, ptr %event, ptr %arg, ptr null)
+  %f = phi ptr [%self, %0], [%local, %inside]
+  %one = icmp eq i32 %what, 1
+  %inner = select i1 %one, ptr inttoptr (i64 NAME1 to ptr), ptr inttoptr (i64 NAME2 to ptr)
+  %begins = icmp eq i32 %what, 0
+  %event = select i1 %begins, ptr inttoptr (i64 NAME0 to ptr), ptr %inner
+  %out = call ptr (ptr, ...) inttoptr (i64 CALL to ptr)(ptr %f, ptr %frame, ptr %event, ptr %arg, ptr null)
+  call void inttoptr (i64 DROP to ptr)(ptr %out)
   %failed = icmp eq ptr %out, null
-  br i1 %failed, label %error, label %done
-error:
-  ret i32 -1
-done:
-  %stays = icmp eq ptr %out, inttoptr (i64 NONE to ptr)
-  %keep = xor i1 %is0, true
-  %skip = or i1 %stays, %keep
-  br i1 %skip, label %drop, label %store
-store:
-  %at = getelementptr i8, ptr %frame, i64 TRACE
-  store ptr %out, ptr %at
-  ret i32 0
-drop:
-  %let = inttoptr i64 DROP to ptr
-  call void %let(ptr %out)
+  %result = sext i1 %failed to i32
+  ret i32 %result
+none:
   ret i32 0
 }
 """
@@ -74,7 +57,7 @@ def _made(text: str) -> tuple[Any, Callable[[Any], Callable[[], None]]]:
 def tracer(function: Any) -> Callable[[], None]:
     """What sets a trace function: for good, if the interpreter is known, else as `sys.settrace` does."""
     api = ctypes.pythonapi
-    numbers = {"NONE": id(None), "TRACE": _TRACE_AT} | {f"NAME{k}": id(x) for k, x in enumerate(_EVENTS)}
+    numbers = {"TRACE": _TRACE_AT} | {f"NAME{k}": id(x) for k, x in enumerate(_EVENTS)}
     for name, called in {"CALL": api.PyObject_CallFunctionObjArgs, "DROP": api.Py_DecRef}.items():
         numbers[name] = ctypes.cast(called, ctypes.c_void_p).value or 0
     text = _TEXT
@@ -92,11 +75,9 @@ def _works(made: Callable[[Any], Callable[[], None]]) -> bool:
     """Whether a function that has raised an error is still there, as a test."""
     events = list[str]()
 
-    def begins(frame: Any, event: str, arg: Any) -> Any:
-        if frame.f_code is not probe.__code__:
-            return None
-        frame.f_trace_opcodes, frame.f_trace_lines = True, False
-        return local
+    def begins(frame: Any, event: str, arg: Any) -> None:
+        if frame.f_code is probe.__code__:
+            frame.f_trace_opcodes, frame.f_trace_lines, frame.f_trace = True, False, local
 
     def local(frame: Any, event: str, arg: Any) -> None:
         events.append(event)
