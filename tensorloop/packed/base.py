@@ -33,6 +33,13 @@ class Packed(_Base):
         made._dim = self._dim if dim is None else dim
         return made
 
+    alike = _with
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor that has the numbers."""
+        return self.values
+
     @property
     def shape(self) -> tuple[int, Any, *tuple[int, ...]]:
         """(B, None, *F). What stands for the ragged dim equals None; torch makes tensors by it, and it is no number."""
@@ -44,10 +51,17 @@ class Packed(_Base):
         return self.values.dim() + 1
 
 
+_IN_PLACE = {
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow")},
+    **{f"__i{name}__": f"bitwise_{name}_" for name in ("and", "or", "xor")},
+    **{"__itruediv__": "div_", "__ifloordiv__": "floor_divide_", "__imod__": "remainder_"},
+    **{"__ilshift__": "bitwise_left_shift_", "__irshift__": "bitwise_right_shift_"},
+}
 _BOTH_SIDES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OPERATORS = (
     *(f"__{side}{name}__" for name in _BOTH_SIDES for side in ("", "r")),
     *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__neg__", "__pos__", "__abs__", "__invert__"),
+    *_IN_PLACE,
 )  # of Python, that views hand on
 
 
@@ -58,7 +72,7 @@ def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str
     """
 
     def operator(name: str) -> Callable[..., Any]:
-        func = getattr(torch.Tensor, name)
+        func = getattr(torch.Tensor, _IN_PLACE.get(name, name))
 
         def run(self: Any, *others: Any) -> Any:
             return dispatch(func, (self, *others), {})
@@ -83,6 +97,15 @@ class PackedView:
 
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor that has the numbers."""
+        return self.packed.values
+
+    def alike(self, values: Any) -> Any:
+        """These numbers, seen as this is."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(

@@ -10,12 +10,18 @@ import inspect
 from typing import Any
 
 from tensorloop._common.errors import Fact
+from tensorloop.packed.aliases import changed, follow
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, PackedView, refusal
+from tensorloop.packed.base import Handler, PackedView, is_packed, refusal
+from tensorloop.packed.entries import is_in_place
 from tensorloop.packed.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.refusals import unsupported
 
 HANDLERS: dict[str, Handler] = {}
+# Which give views of a tensor, and may be copies of packed entries.
+VIEWS = frozenset(
+    {"narrow", "split", "split_with_sizes", "chunk", "tensor_split", "select", "unfold", "view", "view_as", "unflatten"}
+)
 _CALLED: dict[str, str] = {}  # what errors call a torch function, where that is not its own name
 
 
@@ -35,11 +41,19 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):  # torch takes NumPy's names too
                 if alias in kwargs:
                     kwargs[known] = kwargs.pop(alias)
-            return HANDLERS[name](func, *args, **kwargs)
+            out = HANDLERS[name](func, *args, **kwargs)
+            if name in VIEWS and args and is_packed(args[0]):
+                follow(out, args[0], lambda p: HANDLERS[name](func, p, *args[1:], **kwargs))
+            elif is_in_place(name, kwargs):
+                changed((*args, kwargs.get("input"))[0].values)
+            return out
         if not is_pointwise(name):
             raise unsupported(name)
         called = name[2:-2] if name.endswith("__") else name
-        return run_pointwise(func, args, kwargs, called)
+        out = run_pointwise(func, args, kwargs, called)
+        if is_in_place(name, kwargs):
+            changed((*args, kwargs.get("input"))[0].values)
+        return out
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 

@@ -23,6 +23,7 @@ from tensorloop._torch.storage import PLAIN
 from tensorloop.packed.size import NoNumber
 
 _by_entry: Callable[..., bool] = late("packed.entry_rules", "by_entry")
+_changed: Callable[..., None] = late("packed.aliases", "changed")
 _VIEWS = frozenset({"view", "reshape", "unflatten", "view_as", "reshape_as"})
 # What cuts and joins: there and back, the entries are all there again.
 _PARTS = frozenset(
@@ -38,8 +39,42 @@ _OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries i
 _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that somebody else holds, too
 
 
+_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+_SAME_NUMBERS = frozenset({"requires_grad_", "share_memory_", "rename_"})
+
+
+def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name in _IN_PLACE
+    return (name.endswith("_") and name not in _SAME_NUMBERS) or (bool(kwargs) and bool(kwargs.get("inplace")))
+
+
 @runs_eagerly
-class Merged(Tensor):
+class Ordinary(Tensor):
+    """A tensor that remembers something, and is printed, copied and saved as one that does not."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, and so saved, as an ordinary tensor."""
+        return plain(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A tensor of the same numbers."""
+        if id(self) not in memo:
+            new = copy.deepcopy(plain(self.detach() if self.is_leaf else self), memo)
+            memo[id(self)] = new.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __repr__(self, **kwargs: Any) -> str:
+        """As an ordinary tensor."""
+        with unseen_by_classes():
+            shown = super().__repr__(**kwargs)
+        return shown.replace(f"{type(self).__name__}(", "tensor(", 1)  # as long, so that lines break as they do there
+
+
+@runs_eagerly
+class Merged(Ordinary):
     """A tensor of the entries of packed rows. `rows` is a packed tensor of them without values."""
 
     rows: Any
@@ -68,13 +103,11 @@ class Merged(Tensor):
                 return _remember_attribute(func, x, func(x))
             found = _cut(x, name, args[1:], kwargs) if name in _VIEWS and isinstance(x, Merged) else None
             out = func(*args, **kwargs) if found is None else found
+            if is_in_place(name, kwargs):
+                _changed(x)
             if name not in _OTHERS and isinstance(out, (Tensor, tuple, list)):
                 _remember(name, args, kwargs, out)
         return out
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, and so saved, as an ordinary tensor."""
-        return plain(self).__reduce_ex__(protocol)
 
     def __copy__(self) -> Self:
         """A tensor of the same entries, in the same memory."""
@@ -82,16 +115,7 @@ class Merged(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A tensor of the same entries."""
-        if id(self) not in memo:
-            new = copy.deepcopy(plain(self.detach() if self.is_leaf else self), memo)
-            memo[id(self)] = _mark(new.requires_grad_(self.requires_grad), self.rows, self.in_order)
-        return memo[id(self)]
-
-    def __repr__(self, **kwargs: Any) -> str:
-        """As an ordinary tensor."""
-        with unseen_by_classes():
-            shown = super().__repr__(**kwargs)
-        return shown.replace("Merged(", "tensor(", 1)  # as long, so that lines break where they do for that
+        return _mark(super().__deepcopy__(memo), self.rows, self.in_order)
 
 
 PLAIN.add(Merged)
@@ -106,7 +130,7 @@ def entries_of(p: Any, values: Tensor) -> Tensor:
 
 def plain(x: Any) -> Any:
     """An ordinary tensor for one of entries; all else as it is."""
-    if type(x) is not Merged:
+    if type(x) is Tensor or not isinstance(x, Ordinary):
         return x
     with unseen_by_classes():
         return x.as_subclass(Tensor)

@@ -16,10 +16,11 @@ from tensorloop._common.errors import Fact, named
 from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.packed import between, reordered_shapes, score_ops
+from tensorloop.packed.aliases import follow
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, is_packed, refusal
 from tensorloop.packed.by_rows import open_only_rows
-from tensorloop.packed.dispatch import dispatch, find_dim_parameter, handles
+from tensorloop.packed.dispatch import VIEWS, dispatch, find_dim_parameter, handles
 from tensorloop.packed.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.pointwise import align, is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
@@ -50,7 +51,7 @@ _ALONG = frozenset(
 # Which do not look at dims, or give no tensor.
 _ALIKE = frozenset(
     {
-        *("fill_", "zero_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
+        *("fill_", "zero_", "copy_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "element_size"),
     }
@@ -85,6 +86,10 @@ class Reordered(PackedView):
     def __init__(self, packed: Packed, batch: int, time: int) -> None:
         super().__init__(packed)
         self.batch, self.time = batch, time
+
+    def alike(self, values: Any) -> "Reordered":
+        """These values, seen in this order."""
+        return Reordered(self.packed._with(values), self.batch, self.time)
 
     @property
     def requires_grad(self) -> bool:
@@ -136,9 +141,12 @@ class Reordered(PackedView):
         """x[b], x[:, h], x[..., a:b], x[:, None]: as of a padded tensor in this order."""
         return reordered_shapes.index(self, key)
 
+    @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Refused: torch.where writes where a mask says so."""
-        raise unsupported("__setitem__").named("__setitem__")
+        """x[key] = value: changes in place the entries that x[key] has."""
+        if not is_recording():
+            refuse_lost_gradient((self, key, value))
+        _write(self, key, value)
 
     def __iter__(self) -> Any:
         """Along dim 0."""
@@ -231,6 +239,7 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return turn_back(out, layout_of(input)) if isinstance(input, PackedView) else out
 
 
+_write = late("packed.writes", "write_by_view")
 _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")
 
 
@@ -281,7 +290,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _OF_CLASSES and all(layout_of(x)[:2] == (0, 2) for x in args if isinstance(x, PackedView)):
             return dispatch(func, unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True)))
         if name in _ON_VIEWS:
-            return _ON_VIEWS[name](func, *args, **kwargs)
+            out = _ON_VIEWS[name](func, *args, **kwargs)
+            if name in VIEWS:
+                follow(out, args[0], lambda x: _ON_VIEWS[name](func, x, *args[1:], **kwargs))
+            return out
         if name in ("max", "min") and _is_of_two(args, kwargs):
             func, name = getattr(torch, f"{name}imum"), f"{name}imum"
         if name in _ALONG:

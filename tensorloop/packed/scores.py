@@ -12,16 +12,27 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
+from tensorloop._common.faces import late
+from tensorloop.packed.aliases import changed, follow, mark
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, refusal
 from tensorloop.packed.dim import Dim
 from tensorloop.packed.heads_as_rows import multiply
 from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.refusals import no_attribute, unsupported
+from tensorloop.packed.entries import is_in_place
+from tensorloop.packed.refusals import no_attribute
 from tensorloop.packed.size import RaggedSize
 
 _INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 _TABLE: dict[str, Handler] = {}
+# Which give views of a tensor, and copies of scores.
+_VIEWS = frozenset(
+    {
+        *("__getitem__", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "select", "narrow"),
+        *("unbind", "chunk", "split", "expand", "expand_as", "diagonal"),
+    }
+)
+_write = late("packed.writes", "write_by_view")
 _POINTWISE: dict[str, Handler] = {}
 
 
@@ -39,6 +50,11 @@ class PackedScores(PackedView):
     def alike(self, flat: Tensor) -> "PackedScores":
         """Scores of the same places."""
         return PackedScores(flat, self._like, self.rows, self.columns, self.lead)
+
+    @property
+    def memory(self) -> Tensor:
+        """The tensor that has the scores."""
+        return self.flat
 
     @property
     def packed(self) -> Packed:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -102,7 +118,7 @@ class PackedScores(PackedView):
             return _dispatch(Tensor.unbind, (self, dim), {})
         sizes = self.sizes
         parts = self.flat.split([prod(size) for size in sizes])
-        return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True)) if sizes else ()
+        return mark(tuple(part.view(size) for part, size in zip(parts, sizes, strict=True)) if sizes else ())
 
     @named("pad")
     def pad(self, value: float = 0) -> Tensor:
@@ -138,9 +154,12 @@ class PackedScores(PackedView):
         """x[b], x[:, h], x[:, None]."""
         return _dispatch(Tensor.__getitem__, (self, key), {})
 
+    @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Refused: torch.where writes where a mask says so."""
-        raise unsupported("__setitem__").named("__setitem__")
+        """x[key] = value: changes in place the scores that x[key] has."""
+        if not is_recording():
+            refuse_lost_gradient((self, key, value))
+        _write(self, key, value)
 
     def __iter__(self) -> Any:
         """The rows."""
@@ -173,6 +192,12 @@ class PackedScores(PackedView):
         raise no_attribute(name, method=False)
 
 
+def _gives_view(given: tuple[Any, ...]) -> bool:
+    """Whether there is no list and no tensor with dims in a key."""
+    keys = given[0] if given and type(given[0]) is tuple else given
+    return not any(isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in keys)
+
+
 def takes_scores(*names: str) -> Any:
     """Puts a function into the table of scores; one that is called "" is for all that work entry by entry."""
 
@@ -190,9 +215,17 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_recording():
             refuse_lost_gradient((*args, *kwargs.values()))
         if name in _TABLE:
-            return _TABLE[name](func, *args, **kwargs)
+            out = _TABLE[name](func, *args, **kwargs)
+            if name in _VIEWS and isinstance(args[0], PackedScores) and _gives_view(args[1:]):
+                follow(out, args[0], lambda x: _TABLE[name](func, x, *args[1:], **kwargs), *args[1:2])
+            elif is_in_place(name, kwargs):
+                changed(args[0].flat)
+            return out
         if is_pointwise(name):
-            return _POINTWISE[""](func, args, kwargs)
+            out = _POINTWISE[""](func, args, kwargs)
+            if is_in_place(name, kwargs):
+                changed((*args, kwargs.get("input"))[0].flat)
+            return out
         raise refusal("it does not take packed scores", _INSTEAD)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__

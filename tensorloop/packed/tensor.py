@@ -21,6 +21,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import features, interop, joins, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
 from tensorloop.packed import reordered as _views
 from tensorloop.packed import score_ops as _scores
+from tensorloop.packed.aliases import follow, mark
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Packed, add_operators, find_dim
@@ -29,7 +30,7 @@ from tensorloop.packed.dispatch import HANDLERS, dispatch
 from tensorloop.packed.einops import make_backend
 from tensorloop.packed.entries import plain
 from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
-from tensorloop.packed.index import getitem
+from tensorloop.packed.index import getitem, gives_view
 from tensorloop.packed.methods import add_methods
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute
@@ -263,7 +264,7 @@ class PackedTensor(InAutograd):
             return dispatch(Tensor.unbind, (self, dim), {})
         if not is_recording():
             refuse_lost_gradient((self,))
-        return tuple(self.values.split(self._dim._host_lens.tolist()))
+        return mark(tuple(self.values.split(self._dim._host_lens.tolist())))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
         """Splits into packed tensors of fewer rows, or of fewer features, as `torch.split`.
@@ -281,7 +282,8 @@ class PackedTensor(InAutograd):
         """p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]: see docs/packed.md."""
         if not is_recording():
             refuse_lost_gradient((self, key))
-        return getitem(self, key)
+        out = getitem(self, key)
+        return follow(out, self, lambda p: getitem(p, key), key) if gives_view(key) else out
 
     @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -460,7 +462,7 @@ class PackedTensor(InAutograd):
         return sorted({*super().__dir__(), *ATTRIBUTES})
 
 
-add_operators(PackedTensor, dispatch)  # none in place: `p += 1` makes a new packed tensor, as it does for numbers
+add_operators(PackedTensor, dispatch)
 add_methods(PackedTensor)
 
 

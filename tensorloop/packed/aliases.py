@@ -1,0 +1,240 @@
+"""Copies of entries where torch gives a view, steps of rows or heads of scores: each sees what is changed in the other.
+
+A slice along time is no strided view of the values, so it is a copy, and what it is a copy of is remembered here while
+both are there. What is changed in it is written to where it was taken from, and what was taken from there is read anew,
+by operations that autograd sees: gradients are those of views, and so are torch's errors where backward needs what was
+changed. Memory is known by its storage, so that views of copies need no mark. Whoever changes values in place calls
+`changed` behind it.
+"""
+
+import weakref
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from torch.nn import Parameter
+
+from tensorloop._common import pytree
+from tensorloop._torch import transforms
+from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
+from tensorloop._torch.overrides import unseen_by_classes
+from tensorloop._torch.storage import PLAIN, has_storage
+from tensorloop.packed.base import Packed, PackedView, refusal
+from tensorloop.packed.entries import Ordinary, is_in_place, plain
+
+
+class _Place(NamedTuple):
+    """Where in its memory a tensor has its numbers."""
+
+    size: tuple[int, ...]
+    stride: tuple[int, ...]
+    offset: int
+
+    def see(self, numbers: Tensor, other: "_Place") -> Tensor:
+        """Of numbers that stand at this place those that stand at another place of the same memory."""
+        ends = (1 + at.offset + sum((n - 1) * k for n, k in zip(at.size, at.stride, strict=True)) for at in (self, other))
+        table = numbers.new_empty(max(ends))
+        table.as_strided(*self).copy_(numbers)
+        return table.as_strided(*other)
+
+
+class _Held:
+    """A tensor that can be had again as long as its memory is there, which this does not keep alive."""
+
+    def __init__(self, x: Tensor, keep: bool = False) -> None:
+        self.place, self.dtype, self.device = _place_of(x), x.dtype, x.device
+        base = _base_of(x)
+        self._tensor, self._base = weakref.ref(x), None if base is x else weakref.ref(base)
+        wrapped = transforms.is_wrapped(x)
+        self._storage = None if wrapped else weakref.ref(x.untyped_storage())
+        self._kept = x if wrapped and keep else None  # whose storage gives no tensor of the transform
+
+    def get(self) -> Tensor | None:
+        """The tensor, or another of its numbers; None where they are gone."""
+        if (x := self._tensor()) is not None:
+            return x
+        if self._base is not None and (base := self._base()) is not None:
+            return base.as_strided(*self.place)
+        if self._storage is None or (storage := self._storage()) is None:
+            return None
+        return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.place.offset, *self.place[:2])
+
+
+class _Source:
+    """Where a copy was taken from. `find` gives for each of its numbers the place among those of `tensor`."""
+
+    def __init__(self, tensor: _Held, memory: int, find: Callable[[], Tensor]) -> None:
+        self.tensor, self.memory, self._find, self._places = tensor, memory, find, None
+
+    @property
+    def places(self) -> Tensor:
+        """What `find` gives."""
+        if self._places is None:
+            with torch.no_grad():
+                self._places = self._find()
+        return self._places
+
+
+class _Copy(NamedTuple):
+    """A tensor, where it was taken from, and where that was: the nearest that is there counts."""
+
+    tensor: _Held
+    sources: list[_Source]
+    like: _Place  # that was indexed by `key`
+    key: Any
+    alive: Any  # a weak reference that forgets the copy
+
+    def find(self) -> tuple[Tensor, _Source, Tensor] | None:
+        """The copy, its source and that as a tensor; None where no source is there."""
+        found = next(((s, x) for s in self.sources if (x := s.tensor.get()) is not None), None)
+        if found is None:
+            return None
+        if (copy := self.tensor.get()) is None:
+            raise refusal("inside torch.func a view of a slice along time is not changed in place", "use x[key] = value")
+        return copy, *found
+
+
+_COPIES: dict[int, _Copy] = {}  # by the memory of the copy
+_TAKEN: dict[int, dict[int, _Copy]] = {}  # by the memory of each source, and that of the copy
+
+
+@called_eagerly
+def changed(x: Tensor, but: _Copy | None = None) -> None:
+    """To be called when numbers of a tensor were changed in place: what it was taken from follows, and its copies."""
+    if not _COPIES or (memory := _memory_of(x)) is None:
+        return
+    with unseen_by_classes():
+        copy = _COPIES.get(memory._cdata)
+        if copy is not None and copy is not but and (found := copy.find()) is not None:
+            y, source, target = found
+            # A copy outside of autograd, as `detach` gives it, changes the numbers alone.
+            with torch.set_grad_enabled(torch.is_grad_enabled() and y.requires_grad >= target.requires_grad):
+                put(target, source.places, y)
+            changed(target, copy)
+        for taken in list(_TAKEN.get(memory._cdata, {}).values()):
+            if taken is not but and (found := taken.find()) is not None and found[1].memory == memory._cdata:
+                y, source, target = found
+                y.copy_(target.flatten()[source.places])
+                changed(y, taken)
+
+
+@called_eagerly
+def follow(out: Any, x: Any, again: Callable[[Any], Any], key: Any = None) -> Any:
+    """Gives `out`, which is `again(x)` of packed x. Its tensors are as views of x from now on."""
+    memory = _memory_of(x.memory)
+    if memory is not None:
+        for i, y in enumerate(_tensors(out)):
+            mine = _memory_of(y)
+            if mine is not None and mine is not memory and mine._cdata not in _COPIES and y.numel():
+                _remember(y, mine._cdata, x, memory._cdata, lambda numbers, i=i: _tensors(again(numbers))[i], key)
+    return mark(out)
+
+
+def _remember(y: Tensor, mine: int, x: Any, memory: int, again: Callable[[Any], Tensor], key: Any) -> None:
+    like, place, base = x.alike(None), _place_of(x.memory), _base_of(x.memory)
+    held, n = _Held(base, keep=True), base.numel()
+
+    def count() -> Tensor:
+        numbers = torch.arange(n, device=held.device).view(held.place.size)
+        return again(like.alike(held.place.see(numbers, place)))
+
+    sources = [_Source(held, memory, count)]
+    if (known := _COPIES.get(memory)) is not None:
+        of = known.tensor.place
+        sources += [
+            _Source(s.tensor, s.memory, lambda s=s: again(like.alike(of.see(s.places, place)))) for s in known.sources
+        ]
+
+    def forget(_: Any) -> None:
+        _COPIES.pop(mine, None)
+        for s in sources:
+            taken = _TAKEN.get(s.memory, {})
+            taken.pop(mine, None)
+            if not taken:
+                _TAKEN.pop(s.memory, None)
+
+    copy = _Copy(_Held(y), sources, place, key, weakref.ref(_memory_of(y), forget))
+    _COPIES[mine] = copy
+    for s in sources:
+        _TAKEN.setdefault(s.memory, {})[mine] = copy
+
+
+def put(x: Tensor, places: Tensor, given: Tensor) -> None:
+    """Writes numbers in place. `put_` would keep what it writes for backward, though it only asks for the sizes."""
+    if x.is_contiguous():
+        x.view(-1)[places] = given
+    else:
+        x[torch.unravel_index(places, x.shape)] = given
+
+
+def is_same(value: Any, x: Any, key: Any) -> bool:
+    """Whether a value is `x[key]` of this very key, as it is in `x[key] += 1`: what was changed is there already."""
+    if not _COPIES or not isinstance(value, (Tensor, Packed, PackedView)):
+        return False
+    memory, source = _memory_of(_tensors(value)[0]), _memory_of(x.memory)
+    copy = None if memory is None or source is None else _COPIES.get(memory._cdata)
+    if copy is None or copy.key is not key or copy.like != _place_of(x.memory):
+        return False
+    return copy.sources[0].memory == source._cdata and copy.tensor.place == _place_of(_tensors(value)[0])
+
+
+@called_eagerly
+def mark(out: Any) -> Any:
+    """Ordinary tensors that are such copies, have some, or are views of either, as those that call `changed`."""
+    if _COPIES:
+        for y in out if isinstance(out, (tuple, list)) else (out,):
+            if type(y) is Tensor and (memory := _memory_of(y)) is not None:
+                if memory._cdata in _COPIES or memory._cdata in _TAKEN:
+                    y.__class__ = Sliced
+    return out
+
+
+@runs_eagerly
+class Sliced(Ordinary):
+    """An ordinary tensor of entries that were taken from packed rows."""
+
+    @classmethod
+    def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
+        """Runs as for an ordinary tensor; where it changed something in place, what that was taken from follows."""
+        kwargs = kwargs or {}
+        if any(not issubclass(kind, Tensor) for kind in types):
+            return NotImplemented  # a packed tensor's function, or a ragged size's
+        name = getattr(func, "__name__", "")
+        if all(kind in (Sliced, Tensor, Parameter) for kind in types):
+            with unseen_by_classes():
+                out = func(*args, **kwargs)
+        else:
+            given = pytree.mapped(lambda x: plain(x) if type(x) is Sliced else x, (args, kwargs))
+            out = func(*given[0], **given[1])
+        if is_in_place(name, kwargs):
+            changed(args[0])
+            return args[0] if isinstance(out, Tensor) else out
+        if "out" in kwargs:
+            changed(kwargs["out"])
+        return out if name == "__get__" and func.__self__.__name__ == "_base" else mark(out)
+
+
+PLAIN.add(Sliced)
+
+
+def _base_of(x: Tensor) -> Tensor:
+    """The tensor that has all numbers of the same kind that this one, a view, sees some of."""
+    return x if x._base is None or x._base.dtype != x.dtype else x._base
+
+
+def _place_of(x: Tensor) -> _Place:
+    return _Place(tuple(x.shape), tuple(x.stride()), x.storage_offset())
+
+
+def _memory_of(x: Tensor) -> Any:
+    """The storage of a tensor, inside of all transforms; None where it has none."""
+    x = x if transforms.maybe_level() is None else transforms.numbers(x)
+    return x.untyped_storage() if has_storage(x) else None
+
+
+def _tensors(x: Any) -> list[Tensor]:
+    """The tensors that have the numbers of a result."""
+    if isinstance(x, (tuple, list)):
+        return [t for part in x for t in _tensors(part)]
+    return [x.memory if isinstance(x, (Packed, PackedView)) else x]
