@@ -7,6 +7,7 @@ changed. Memory is known by its storage, so that views of copies need no mark. W
 `changed` behind it.
 """
 
+import copy
 import weakref
 from collections.abc import Callable
 from typing import Any, NamedTuple
@@ -16,12 +17,46 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tensorloop._common import pytree
+from tensorloop._common.errors import WrongType
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop._torch.overrides import unseen_by_classes
 from tensorloop._torch.storage import PLAIN, has_storage
-from tensorloop.packed.base import Packed, PackedView, refusal
-from tensorloop.packed.entries import Ordinary, is_in_place, plain
+from tensorloop._torch.versions import version_of
+
+
+_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+_SAME_NUMBERS = frozenset({"requires_grad_", "share_memory_", "rename_"})
+
+
+def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether a torch function of this name changes its first argument."""
+    if name.startswith("__"):
+        return name in _IN_PLACE
+    return (name.endswith("_") and name not in _SAME_NUMBERS) or (bool(kwargs) and bool(kwargs.get("inplace")))
+
+
+@runs_eagerly
+class Ordinary(Tensor):
+    """A tensor that remembers something, and is printed, copied and saved as one that does not."""
+
+    def __reduce_ex__(self, protocol: Any) -> Any:
+        """Pickled, and so saved, as an ordinary tensor."""
+        return _strip(self).__reduce_ex__(protocol)
+
+    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
+        """A tensor of the same numbers."""
+        if id(self) not in memo:
+            new = copy.deepcopy(_strip(self.detach() if self.is_leaf else self), memo)
+            memo[id(self)] = new.requires_grad_(self.requires_grad)
+        return memo[id(self)]
+
+    def __repr__(self, **kwargs: Any) -> str:
+        """As an ordinary tensor."""
+        with unseen_by_classes():
+            shown = super().__repr__(**kwargs)
+        return shown.replace(f"{type(self).__name__}(", "tensor(", 1)  # as long, so that lines break as they do there
 
 
 class _Place(NamedTuple):
@@ -33,7 +68,9 @@ class _Place(NamedTuple):
 
     def see(self, numbers: Tensor, other: "_Place") -> Tensor:
         """Of numbers that stand at this place those that stand at another place of the same memory."""
-        ends = (1 + at.offset + sum((n - 1) * k for n, k in zip(at.size, at.stride, strict=True)) for at in (self, other))
+        ends = (
+            1 + at.offset + sum((n - 1) * k for n, k in zip(at.size, at.stride, strict=True)) for at in (self, other)
+        )
         table = numbers.new_empty(max(ends))
         table.as_strided(*self).copy_(numbers)
         return table.as_strided(*other)
@@ -90,9 +127,11 @@ class _Copy(NamedTuple):
         found = next(((s, x) for s in self.sources if (x := s.tensor.get()) is not None), None)
         if found is None:
             return None
-        if (copy := self.tensor.get()) is None:
-            raise refusal("inside torch.func a view of a slice along time is not changed in place", "use x[key] = value")
-        return copy, *found
+        if (y := self.tensor.get()) is None:
+            raise WrongType(
+                "in torch.func a view of a slice is not changed in place; write x[:, a:b] = ... of its source"
+            )
+        return y, *found
 
 
 _COPIES: dict[int, _Copy] = {}  # by the memory of the copy
@@ -105,18 +144,30 @@ def changed(x: Tensor, but: _Copy | None = None) -> None:
     if not _COPIES or (memory := _memory_of(x)) is None:
         return
     with unseen_by_classes():
-        copy = _COPIES.get(memory._cdata)
-        if copy is not None and copy is not but and (found := copy.find()) is not None:
+        ours = _COPIES.get(memory._cdata)
+        if ours is not None and ours is not but and (found := ours.find()) is not None:
             y, source, target = found
             # A copy outside of autograd, as `detach` gives it, changes the numbers alone.
             with torch.set_grad_enabled(torch.is_grad_enabled() and y.requires_grad >= target.requires_grad):
                 put(target, source.places, y)
-            changed(target, copy)
+            changed(target, ours)
         for taken in list(_TAKEN.get(memory._cdata, {}).values()):
             if taken is not but and (found := taken.find()) is not None and found[1].memory == memory._cdata:
                 y, source, target = found
                 y.copy_(target.flatten()[source.places])
                 changed(y, taken)
+
+
+def run_in_place(x: Any, run: Callable[..., Any], *args: Any) -> Any:
+    """Runs what may change the numbers of x in place, a packed tensor or an ordinary one."""
+    if not _COPIES:
+        return run(*args)
+    values = _tensors(x)[0]
+    before = version_of(values) if transforms.maybe_level() is None else None
+    out = run(*args)
+    if before is None or version_of(values) != before:  # dropout of nothing, say, changes nothing
+        changed(values)
+    return out
 
 
 @called_eagerly
@@ -154,10 +205,10 @@ def _remember(y: Tensor, mine: int, x: Any, memory: int, again: Callable[[Any], 
             if not taken:
                 _TAKEN.pop(s.memory, None)
 
-    copy = _Copy(_Held(y), sources, place, key, weakref.ref(_memory_of(y), forget))
-    _COPIES[mine] = copy
+    found = _Copy(_Held(y), sources, place, key, weakref.ref(_memory_of(y), forget))
+    _COPIES[mine] = found
     for s in sources:
-        _TAKEN.setdefault(s.memory, {})[mine] = copy
+        _TAKEN.setdefault(s.memory, {})[mine] = found
 
 
 def put(x: Tensor, places: Tensor, given: Tensor) -> None:
@@ -170,13 +221,13 @@ def put(x: Tensor, places: Tensor, given: Tensor) -> None:
 
 def is_same(value: Any, x: Any, key: Any) -> bool:
     """Whether a value is `x[key]` of this very key, as it is in `x[key] += 1`: what was changed is there already."""
-    if not _COPIES or not isinstance(value, (Tensor, Packed, PackedView)):
+    if not _COPIES or len(given := _tensors(value)) != 1:
         return False
-    memory, source = _memory_of(_tensors(value)[0]), _memory_of(x.memory)
-    copy = None if memory is None or source is None else _COPIES.get(memory._cdata)
-    if copy is None or copy.key is not key or copy.like != _place_of(x.memory):
+    memory, source = _memory_of(given[0]), _memory_of(x.memory)
+    known = None if memory is None or source is None else _COPIES.get(memory._cdata)
+    if known is None or known.key is not key or known.like != _place_of(x.memory):
         return False
-    return copy.sources[0].memory == source._cdata and copy.tensor.place == _place_of(_tensors(value)[0])
+    return known.sources[0].memory == source._cdata and known.tensor.place == _place_of(given[0])
 
 
 @called_eagerly
@@ -205,7 +256,7 @@ class Sliced(Ordinary):
             with unseen_by_classes():
                 out = func(*args, **kwargs)
         else:
-            given = pytree.mapped(lambda x: plain(x) if type(x) is Sliced else x, (args, kwargs))
+            given = pytree.mapped(lambda x: _strip(x) if type(x) is Sliced else x, (args, kwargs))
             out = func(*given[0], **given[1])
         if is_in_place(name, kwargs):
             changed(args[0])
@@ -216,6 +267,12 @@ class Sliced(Ordinary):
 
 
 PLAIN.add(Sliced)
+
+
+def _strip(x: Tensor) -> Tensor:
+    """An ordinary tensor of the same memory."""
+    with unseen_by_classes():
+        return x.as_subclass(Tensor)
 
 
 def _base_of(x: Tensor) -> Tensor:
@@ -237,4 +294,4 @@ def _tensors(x: Any) -> list[Tensor]:
     """The tensors that have the numbers of a result."""
     if isinstance(x, (tuple, list)):
         return [t for part in x for t in _tensors(part)]
-    return [x.memory if isinstance(x, (Packed, PackedView)) else x]
+    return [x] if isinstance(x, Tensor) else [x.memory] if hasattr(type(x), "memory") else []

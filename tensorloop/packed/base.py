@@ -51,7 +51,7 @@ class Packed(_Base):
         return self.values.dim() + 1
 
 
-_IN_PLACE = {
+IN_PLACE = {
     **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow")},
     **{f"__i{name}__": f"bitwise_{name}_" for name in ("and", "or", "xor")},
     **{"__itruediv__": "div_", "__ifloordiv__": "floor_divide_", "__imod__": "remainder_"},
@@ -61,7 +61,7 @@ _BOTH_SIDES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul
 OPERATORS = (
     *(f"__{side}{name}__" for name in _BOTH_SIDES for side in ("", "r")),
     *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__neg__", "__pos__", "__abs__", "__invert__"),
-    *_IN_PLACE,
+    *IN_PLACE,
 )  # of Python, that views hand on
 
 
@@ -72,7 +72,7 @@ def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str
     """
 
     def operator(name: str) -> Callable[..., Any]:
-        func = getattr(torch.Tensor, _IN_PLACE.get(name, name))
+        func = getattr(torch.Tensor, IN_PLACE.get(name, name))
 
         def run(self: Any, *others: Any) -> Any:
             return dispatch(func, (self, *others), {})

@@ -20,10 +20,10 @@ from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop._torch.overrides import unseen_by_classes
 from tensorloop._torch.storage import PLAIN
+from tensorloop.packed.aliases import Ordinary, changed, is_in_place
 from tensorloop.packed.size import NoNumber
 
 _by_entry: Callable[..., bool] = late("packed.entry_rules", "by_entry")
-_changed: Callable[..., None] = late("packed.aliases", "changed")
 _VIEWS = frozenset({"view", "reshape", "unflatten", "view_as", "reshape_as"})
 # What cuts and joins: there and back, the entries are all there again.
 _PARTS = frozenset(
@@ -37,40 +37,6 @@ _LIKE = frozenset({"view_as", "reshape_as", "expand_as", "type_as"})
 _TURNS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"})
 _OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries in their order
 _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that somebody else holds, too
-
-
-_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
-_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
-_SAME_NUMBERS = frozenset({"requires_grad_", "share_memory_", "rename_"})
-
-
-def is_in_place(name: str, kwargs: dict[str, Any]) -> bool:
-    """Whether a torch function of this name changes its first argument."""
-    if name.startswith("__"):
-        return name in _IN_PLACE
-    return (name.endswith("_") and name not in _SAME_NUMBERS) or (bool(kwargs) and bool(kwargs.get("inplace")))
-
-
-@runs_eagerly
-class Ordinary(Tensor):
-    """A tensor that remembers something, and is printed, copied and saved as one that does not."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, and so saved, as an ordinary tensor."""
-        return plain(self).__reduce_ex__(protocol)
-
-    def __deepcopy__(self, memo: dict[int, Any]) -> Any:
-        """A tensor of the same numbers."""
-        if id(self) not in memo:
-            new = copy.deepcopy(plain(self.detach() if self.is_leaf else self), memo)
-            memo[id(self)] = new.requires_grad_(self.requires_grad)
-        return memo[id(self)]
-
-    def __repr__(self, **kwargs: Any) -> str:
-        """As an ordinary tensor."""
-        with unseen_by_classes():
-            shown = super().__repr__(**kwargs)
-        return shown.replace(f"{type(self).__name__}(", "tensor(", 1)  # as long, so that lines break as they do there
 
 
 @runs_eagerly
@@ -104,7 +70,7 @@ class Merged(Ordinary):
             found = _cut(x, name, args[1:], kwargs) if name in _VIEWS and isinstance(x, Merged) else None
             out = func(*args, **kwargs) if found is None else found
             if is_in_place(name, kwargs):
-                _changed(x)
+                changed(x)
             if name not in _OTHERS and isinstance(out, (Tensor, tuple, list)):
                 _remember(name, args, kwargs, out)
         return out

@@ -51,7 +51,9 @@ def getitem(p: Packed, key: Any) -> Any:
 
 def gives_view(key: Any) -> bool:
     """Whether a tensor at this key is a view of it: there is no list, mask or tensor with dims in it."""
-    return not any(isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in (key if type(key) is tuple else (key,)))
+    return not any(
+        isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in (key if type(key) is tuple else (key,))
+    )
 
 
 def _adds_dims_before(key: Any) -> bool:

@@ -17,6 +17,7 @@ from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.packed import between, reordered_shapes, score_ops
 from tensorloop.packed.aliases import follow
+from tensorloop.packed.assign import assign
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, is_packed, refusal
 from tensorloop.packed.by_rows import open_only_rows
@@ -146,7 +147,11 @@ class Reordered(PackedView):
         """x[key] = value: changes in place the entries that x[key] has."""
         if not is_recording():
             refuse_lost_gradient((self, key, value))
-        _write(self, key, value)
+        assign(self, key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as the packed tensor and the places of its dims."""
+        return Reordered, (self.packed, self.batch, self.time)
 
     def __iter__(self) -> Any:
         """Along dim 0."""
@@ -184,6 +189,7 @@ class Reordered(PackedView):
 
 
 makes_views(Reordered)
+torch.serialization.add_safe_globals([Reordered])
 
 
 def _way_back(x: PackedView) -> str:
@@ -239,7 +245,6 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return turn_back(out, layout_of(input)) if isinstance(input, PackedView) else out
 
 
-_write = late("packed.writes", "write_by_view")
 _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")
 
 

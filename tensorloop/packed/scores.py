@@ -12,8 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
-from tensorloop._common.faces import late
-from tensorloop.packed.aliases import changed, follow, mark
+from tensorloop.packed.aliases import follow, mark, run_in_place
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, refusal
 from tensorloop.packed.dim import Dim
@@ -32,7 +31,6 @@ _VIEWS = frozenset(
         *("unbind", "chunk", "split", "expand", "expand_as", "diagonal"),
     }
 )
-_write = late("packed.writes", "write_by_view")
 _POINTWISE: dict[str, Handler] = {}
 
 
@@ -154,12 +152,13 @@ class PackedScores(PackedView):
         """x[b], x[:, h], x[:, None]."""
         return _dispatch(Tensor.__getitem__, (self, key), {})
 
-    @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
         """x[key] = value: changes in place the scores that x[key] has."""
-        if not is_recording():
-            refuse_lost_gradient((self, key, value))
-        _write(self, key, value)
+        _dispatch(Tensor.__setitem__, (self, key, value), {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as flat values, with the rows that they are of."""
+        return PackedScores, (self.flat, self._like, self.rows, self.columns, self.lead)
 
     def __iter__(self) -> Any:
         """The rows."""
@@ -183,7 +182,7 @@ class PackedScores(PackedView):
     def __getattr__(self, name: str) -> Any:
         """Methods of a tensor that are taken here."""
         func = getattr(Tensor, name, None)
-        if (name in _TABLE or is_pointwise(name)) and callable(func) and not name.startswith("__"):
+        if (name in _TABLE or _is_by_entry(name)) and callable(func) and not name.startswith("__"):
             return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
         if name in PackedScores.__slots__:  # a copy that is not filled yet
             raise AttributeError(name)
@@ -208,6 +207,10 @@ def takes_scores(*names: str) -> Any:
     return add
 
 
+def _is_by_entry(name: str) -> bool:
+    return is_pointwise(name) or name in ("fill_", "zero_", "copy_")
+
+
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     name = getattr(func, "__name__", str(func))
     called = name[2:-2] if name.startswith("__") else name
@@ -218,20 +221,18 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             out = _TABLE[name](func, *args, **kwargs)
             if name in _VIEWS and isinstance(args[0], PackedScores) and _gives_view(args[1:]):
                 follow(out, args[0], lambda x: _TABLE[name](func, x, *args[1:], **kwargs), *args[1:2])
-            elif is_in_place(name, kwargs):
-                changed(args[0].flat)
             return out
-        if is_pointwise(name):
-            out = _POINTWISE[""](func, args, kwargs)
+        if _is_by_entry(name):
             if is_in_place(name, kwargs):
-                changed((*args, kwargs.get("input"))[0].flat)
-            return out
+                return run_in_place((*args, kwargs.get("input"))[0], _POINTWISE[""], func, args, kwargs)
+            return _POINTWISE[""](func, args, kwargs)
         raise refusal("it does not take packed scores", _INSTEAD)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 
 
 add_operators(PackedScores, _dispatch)
+torch.serialization.add_safe_globals([PackedScores])
 
 _pytree.register_pytree_node(
     PackedScores,

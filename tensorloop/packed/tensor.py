@@ -20,7 +20,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import features, interop, joins, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
 from tensorloop.packed import reordered as _views
-from tensorloop.packed import score_ops as _scores
+from tensorloop.packed import score_parts as _scores
 from tensorloop.packed.aliases import follow, mark
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient

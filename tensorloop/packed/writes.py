@@ -2,65 +2,31 @@
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tensorloop.packed.aliases import changed, is_same, put
-from tensorloop._common.errors import WrongValue
-from tensorloop.packed.base import Packed, PackedView, is_packed, refusal
+from tensorloop.packed.aliases import changed
+from tensorloop.packed.assign import assign
+from tensorloop.packed.base import Packed, is_packed, refusal
 from tensorloop.packed.index import find_mask, getitem
 from tensorloop.packed.pointwise import align, check_partner
 
 
 def setitem(p: Packed, key: Any, value: Any) -> None:
     """Writes a number, a packed tensor of the same rows, or what broadcasts to `p[key]`, into the values."""
-    if is_same(value, p, key):
-        return
     if (mask := find_mask(p, key)) is not None:
         if is_packed(value):
             raise refusal("a packed tensor where a mask is true", "use torch.where(mask, value, p)")
         p.values[mask] = value
-    else:
-        _write(p, key, value)
-    changed(p.values)
-
-
-def _write(p: Packed, key: Any, value: Any) -> None:
-    if any(k is None for k in (key[:2] if isinstance(key, tuple) else (key,))):
+    elif any(k is None for k in (key[:2] if isinstance(key, tuple) else (key,))):
         raise refusal("None before the ragged dim", "leave it out, and write value without that dim")
-    if _gives_view(p, key):
+    elif _gives_view(p, key):
         there = getitem(p, key)
         target = there.values if is_packed(there) else there
         target[...] = _find_beside(value, there)
+    else:
+        assign(p, key, value)
         return
-    # The place of each number among the values, and of those the ones that the key takes.
-    numbers = torch.arange(p.values.numel(), device=p.values.device).view(p.values.shape)
-    there = getitem(p._with(numbers), key)
-    places = there.values if is_packed(there) else there
-    put(p.values, places, torch.as_tensor(_find_beside(value, there), dtype=p.values.dtype, device=p.values.device))
-
-
-def write_by_view(x: Any, key: Any, value: Any) -> None:
-    """The same for a view, or for scores: into the numbers that `x[key]` has, once they are broadcast to it."""
-    if is_same(value, x, key):
-        return
-    if isinstance(key, (Packed, PackedView)) and key.memory.dtype is torch.bool:
-        if isinstance(value, (Packed, PackedView)) or (isinstance(value, Tensor) and value.dim()):
-            raise refusal("several numbers where a mask is true", "use torch.where(mask, value, x)")
-        x.masked_fill_(key, value)
-        return
-    there = x.alike(torch.arange(x.memory.numel(), device=x.device).view(x.memory.shape))[key]
-    places = there if isinstance(there, Tensor) else there.memory
-    if isinstance(value, (Packed, PackedView)) and isinstance(there, Tensor):
-        raise refusal("a packed tensor in the place of an ordinary one", "index it the same way")
-    if isinstance(value, (Tensor, Packed, PackedView)) and not isinstance(there, Tensor):
-        value = torch.where(there >= 0, value, 0)
-        if type(value) is not type(there) or value.memory.shape != places.shape:
-            raise WrongValue(f"what is written is {value.shape}, its place {there.shape}")
-        value = value.memory
-    given = torch.as_tensor(value, dtype=x.dtype, device=x.device)
-    put(x.memory, places, given)
-    changed(x.memory)
+    changed(p.values)
 
 
 def _gives_view(p: Packed, key: Any) -> bool:

@@ -81,15 +81,31 @@ IN_PARTS: dict[str, list[str]] = {
         *("{0}[:, 1:] = 0", "{0}[:, 1:] = {1}[:, :-1].clone()", "{0}[:, 1:] += {1}[:, 1:]", "{0}[:, 0] = 0.5"),
         *("{0}[:, -1] = {1}[:, 0]", "{0}[:, 0] *= 2", "{0}[..., :2] = 0", "{0}[..., 0] -= 1", "{0}[{1} > 0] = 0.5"),
         *("{0}[:, 1:].zero_()", "{0}[:, 1:].copy_({1}[:, :-1].clone())", "{0}[:, ::2].mul_(3)", "{0}[:, 0].fill_(0.5)"),
-        *("{0}[:, 0, 1:3].zero_()", "{0}[:, :2, 0].add_(1)", "F.relu({0}[:, :-1], inplace=True)", "for r in {0}: r.mul_(2)"),
-        *("{0}.narrow(1, 0, 2).neg_()", "for r in {0}[:, 1:]: r.zero_()", "{0}[:, [0, -1]] = 0.5", "{0}[:, 1:][:, :1] = 0"),
+        *(
+            "{0}[:, 0, 1:3].zero_()",
+            "{0}[:, :2, 0].add_(1)",
+            "F.relu({0}[:, :-1], inplace=True)",
+            "for r in {0}: r.mul_(2)",
+        ),
+        *(
+            "{0}.narrow(1, 0, 2).neg_()",
+            "for r in {0}[:, 1:]: r.zero_()",
+            "{0}[:, [0, -1]] = 0.5",
+            "{0}[:, 1:][:, :1] = 0",
+        ),
         *("{0}.transpose(1, 2)[:, 0] = 0.5", "{0}.flatten(0, 1).mul_(2)", "{0}[:, 1:].flatten(0, 1).zero_()"),
         *("{0}.unfold(1, 2, 2).mul_(2)", "{0}.transpose(1, 2)[..., 1:] += 1", "{0}.select(1, 0).sub_({1}[:, 1])"),
         *("{0} -= {1}.mean(-1, True)", "{0} += {1}.amax(1, True)"),
     ],
     "bft": [
         *("{0}[:, 0] = 0.5", "{0}[..., 1:] = 0", "{0}[..., 1:] += 1", "{0}[:, :, 0] = {1}[:, :, 1]"),
-        *("{0} -= {1}.mean(-1, True)", "{0}[..., 0] *= 2", "{0}[:, 1:3] = {1}[:, :2].clone()", "{0}[{1} > 0] = 0.5", "{0}[:, 0, 1:] = 0.5"),
+        *(
+            "{0} -= {1}.mean(-1, True)",
+            "{0}[..., 0] *= 2",
+            "{0}[:, 1:3] = {1}[:, :2].clone()",
+            "{0}[{1} > 0] = 0.5",
+            "{0}[:, 0, 1:] = 0.5",
+        ),
     ],
     "bhtd": [
         *("{0}[..., 0] = 0", "{0}[:, 0] = {1}[:, 1]", "{0}[:, :, 1:] = 0.5", "{0}[:, :, 0] = 2", "{0}[..., :1] += 1"),
@@ -116,6 +132,14 @@ class Var(NamedTuple):
     kind: tuple[str, ...]
 
 
+# Heads and scores, with which some programs begin.
+FIRST = [
+    ("h = x.unflatten(-1, (2, 2)).transpose(1, 2)", Var("h", ("bhtd",))),
+    ("s = h @ (h * 0.5).transpose(-1, -2)", Var("s", ("bhts",))),
+    ("u = s.tanh()", Var("u", ("bhts",))),
+]
+
+
 class Draws:
     """The lines of one seed."""
 
@@ -124,6 +148,7 @@ class Draws:
         self.lens = self.random.choice(LENS)
         self.mode = self.random.choices([*GRAD_MODES], [*GRAD_MODES.values()])[0]
         self.pool = [Var("x", ("btf",)), Var("y", ("btf",))]
+        self.first = FIRST[: self.random.choice([0, 0, 1, 2, 3])]
 
     def like(self, kind: tuple[str, ...]) -> str:
         """Another variable of this kind, or a new tensor of it."""
@@ -132,6 +157,9 @@ class Draws:
 
     def line(self) -> tuple[str, Var | None]:
         """A line, and the variable that it makes."""
+        if self.first:
+            (text, made), *self.first = self.first
+            return text, made
         recent = self.pool[-4:] if self.random.random() < 0.6 else self.pool
         v = self.random.choice(recent)
         dims, *steps = v.kind

@@ -1,0 +1,38 @@
+"""x[key] = value for what is seen in any order, and for scores: the numbers of `x[key]` say where the value goes."""
+
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from tensorloop._common.errors import WrongValue
+from tensorloop.packed.aliases import changed, is_same, put
+from tensorloop.packed.base import Packed, PackedView, refusal
+
+_PACKED = Packed, PackedView
+
+
+def assign(x: Any, key: Any, value: Any) -> None:
+    """Writes a number, or what broadcasts to `x[key]`, into the values of x, in place."""
+    if is_same(value, x, key):
+        return
+    if isinstance(key, _PACKED) and key.memory.dtype is torch.bool:
+        if isinstance(value, _PACKED) or getattr(value, "ndim", 0):
+            raise refusal("several numbers where a mask is true", "use torch.where(mask, value, x)")
+        x.masked_fill_(key, value)
+        return
+    with torch.no_grad():
+        there = x.alike(torch.arange(x.memory.numel(), device=x.device).view(x.memory.shape))[key]
+    if isinstance(there, Tensor):
+        if isinstance(value, _PACKED):
+            raise refusal("a packed tensor in the place of an ordinary one", "index it the same way")
+        places = there
+    else:
+        places = there.memory
+        if isinstance(value, (Tensor, *_PACKED)):
+            value = torch.where(there >= 0, value, 0)
+            if type(value) is not type(there) or value.memory.shape != places.shape:
+                raise WrongValue(f"what is written is {value.shape}, its place {there.shape}")
+            value = value.memory
+    put(x.memory, places, torch.as_tensor(value, dtype=x.dtype, device=x.device))
+    changed(x.memory)
