@@ -67,9 +67,9 @@ def read_mask(mask: Any, rows: Dim, columns: Dim, heads: int, dtype: torch.dtype
     if not isinstance(mask, Tensor):
         raise WrongType(f"{what} must be a tensor or None, got {arguments.describe(mask)}")
     version, known = version_of(mask), _READ.get(id(mask))
-    if known is not None and known.mask() is mask and (known.version, known.key) == (version, place.key):
-        if known.seen is None or torch.equal(known.seen, _numbers_of(mask)):
-            return known.found
+    same = known is not None and known.mask() is mask and (known.version, known.key) == (version, place.key)
+    if known is not None and same and (known.seen is None or torch.equal(known.seen, _numbers_of(mask))):
+        return known.found
     found = _read(mask, place, what)
     if version is not None and not mask.requires_grad and not is_batched(mask):
         seen = _numbers_of(mask).clone() if mask.device.type == "cpu" else None

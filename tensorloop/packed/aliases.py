@@ -17,15 +17,14 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tensorloop._common import pytree
-from tensorloop._common.errors import WrongType
+from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop._torch.overrides import unseen_by_classes
 from tensorloop._torch.storage import PLAIN, has_storage
 from tensorloop._torch.versions import version_of
 
-
-_OPERATORS = "add sub mul div truediv floordiv mod pow and or xor lshift rshift".split()
+_OPERATORS = ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
 _IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
 _SAME_NUMBERS = frozenset({"requires_grad_", "share_memory_", "rename_"})
 
@@ -144,15 +143,17 @@ def changed(x: Tensor, but: _Copy | None = None) -> None:
     if not _COPIES or (memory := _memory_of(x)) is None:
         return
     with unseen_by_classes():
-        ours = _COPIES.get(memory._cdata)
+        ours = _COPIES.get(id(memory))
         if ours is not None and ours is not but and (found := ours.find()) is not None:
             y, source, target = found
+            if ours.key == "unfold" and len(source.places.unique()) < source.places.numel():
+                raise WrongValue("windows that overlap are not changed in place; clone() them first")
             # A copy outside of autograd, as `detach` gives it, changes the numbers alone.
             with torch.set_grad_enabled(torch.is_grad_enabled() and y.requires_grad >= target.requires_grad):
                 put(target, source.places, y)
             changed(target, ours)
-        for taken in list(_TAKEN.get(memory._cdata, {}).values()):
-            if taken is not but and (found := taken.find()) is not None and found[1].memory == memory._cdata:
+        for taken in list(_TAKEN.get(id(memory), {}).values()):
+            if taken is not but and (found := taken.find()) is not None and found[1].memory == id(memory):
                 y, source, target = found
                 y.copy_(target.flatten()[source.places])
                 changed(y, taken)
@@ -177,8 +178,8 @@ def follow(out: Any, x: Any, again: Callable[[Any], Any], key: Any = None) -> An
     if memory is not None:
         for i, y in enumerate(_tensors(out)):
             mine = _memory_of(y)
-            if mine is not None and mine is not memory and mine._cdata not in _COPIES and y.numel():
-                _remember(y, mine._cdata, x, memory._cdata, lambda numbers, i=i: _tensors(again(numbers))[i], key)
+            if mine is not None and mine is not memory and id(mine) not in _COPIES and y.numel():
+                _remember(y, id(mine), x, id(memory), lambda numbers, i=i: _tensors(again(numbers))[i], key)
     return mark(out)
 
 
@@ -224,10 +225,10 @@ def is_same(value: Any, x: Any, key: Any) -> bool:
     if not _COPIES or len(given := _tensors(value)) != 1:
         return False
     memory, source = _memory_of(given[0]), _memory_of(x.memory)
-    known = None if memory is None or source is None else _COPIES.get(memory._cdata)
+    known = _COPIES.get(id(memory))
     if known is None or known.key is not key or known.like != _place_of(x.memory):
         return False
-    return known.sources[0].memory == source._cdata and known.tensor.place == _place_of(given[0])
+    return known.sources[0].memory == id(source) and known.tensor.place == _place_of(given[0])
 
 
 @called_eagerly
@@ -235,9 +236,8 @@ def mark(out: Any) -> Any:
     """Ordinary tensors that are such copies, have some, or are views of either, as those that call `changed`."""
     if _COPIES:
         for y in out if isinstance(out, (tuple, list)) else (out,):
-            if type(y) is Tensor and (memory := _memory_of(y)) is not None:
-                if memory._cdata in _COPIES or memory._cdata in _TAKEN:
-                    y.__class__ = Sliced
+            if type(y) is Tensor and (id(_memory_of(y)) in _COPIES or id(_memory_of(y)) in _TAKEN):
+                y.__class__ = Sliced
     return out
 
 
@@ -281,7 +281,7 @@ def _base_of(x: Tensor) -> Tensor:
 
 
 def _place_of(x: Tensor) -> _Place:
-    return _Place(tuple(x.shape), tuple(x.stride()), x.storage_offset())
+    return _Place(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def _memory_of(x: Tensor) -> Any:

@@ -30,9 +30,9 @@ def assign(x: Any, key: Any, value: Any) -> None:
     else:
         places = there.memory
         if isinstance(value, (Tensor, *_PACKED)):
-            value = torch.where(there >= 0, value, 0)
-            if type(value) is not type(there) or value.memory.shape != places.shape:
-                raise WrongValue(f"what is written is {value.shape}, its place {there.shape}")
-            value = value.memory
+            given: Any = torch.where(there >= 0, value, 0)  # pyright: ignore[reportCallIssue, reportArgumentType]
+            if type(given) is not type(there) or given.memory.shape != places.shape:
+                raise WrongValue(f"what is written is {tuple(value.shape)}, its place {there.shape}")
+            value = given.memory
     put(x.memory, places, torch.as_tensor(value, dtype=x.dtype, device=x.device))
     changed(x.memory)

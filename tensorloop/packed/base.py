@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
-from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
+from tensorloop._common.errors import Misuse, WrongIndex, WrongType, WrongValue
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.entries import plain
 from tensorloop.packed.size import RaggedSize
@@ -83,6 +83,11 @@ def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str
     for name in OPERATORS:
         setattr(kind, name, operator(name))
     setattr(kind, "__hash__", object.__hash__)  # noqa: B010 - a type checker has it otherwise
+
+
+def not_in_place(name: str) -> Misuse:
+    """What is said where an ordinary tensor was to be changed; after a TypeError Python would go on with x = x + p."""
+    return Misuse(f"a padded tensor cannot be changed in place by a packed one; write x = {name.strip('_')}(x, p)")
 
 
 class PackedView:
@@ -193,6 +198,19 @@ def is_packed(x: Any) -> bool:
 def any_packed(tree: Any) -> bool:
     """Whether one of the leaves of a tree is a packed tensor."""
     return any(is_packed(x) for x in pytree.leaves(tree, is_packed))
+
+
+def gives_view(key: Any) -> bool:
+    """Whether a tensor at a key is a view of it: no list, mask or tensor with dims is in it."""
+    keys = key[0] if isinstance(key, tuple) and len(key) == 1 else key
+    keys = keys if isinstance(keys, tuple) else (keys,)
+    return not any(isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in keys)
+
+
+def is_of_rows(out: Any, dim: Dim) -> bool:
+    """Whether a result, or all of a tuple, is packed in rows that are those of `dim`: it is no part of them."""
+    parts = out if isinstance(out, (tuple, list)) else (out,)
+    return all((x._dim if is_packed(x) else x.packed._dim if isinstance(x, PackedView) else None) is dim for x in parts)
 
 
 def is_tensor(x: Any) -> bool:

@@ -9,12 +9,10 @@ import functools
 import inspect
 from typing import Any
 
-from torch import Tensor
-
 from tensorloop._common.errors import Fact
 from tensorloop.packed.aliases import follow, run_in_place
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import IN_PLACE, Handler, PackedView, is_packed, refusal
+from tensorloop.packed.base import Handler, PackedView, is_of_rows, is_packed, not_in_place, refusal
 from tensorloop.packed.entries import is_in_place
 from tensorloop.packed.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.refusals import unsupported
@@ -51,13 +49,11 @@ def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) ->
             if alias in kwargs:
                 kwargs[known] = kwargs.pop(alias)
         out = HANDLERS[name](func, *args, **kwargs)
-        if name in VIEWS and args and is_packed(args[0]):
-            follow(out, args[0], lambda p: HANDLERS[name](func, p, *args[1:], **kwargs))
+        if name in VIEWS and args and is_packed(args[0]) and not is_of_rows(out, args[0]._dim):
+            follow(out, args[0], lambda p: HANDLERS[name](func, p, *args[1:], **kwargs), name)
         return out
-    if name in IN_PLACE:  # of an ordinary tensor by a packed one
-        return dispatch(getattr(Tensor, IN_PLACE[name]), args, kwargs)
     if not is_pointwise(name):
-        raise unsupported(name)
+        raise unsupported(name) if not name.startswith("__i") else not_in_place(name)
     return run_pointwise(func, args, kwargs, name[2:-2] if name.endswith("__") else name)
 
 

@@ -49,13 +49,6 @@ def getitem(p: Packed, key: Any) -> Any:
     return _index_times(p, times, features)
 
 
-def gives_view(key: Any) -> bool:
-    """Whether a tensor at this key is a view of it: there is no list, mask or tensor with dims in it."""
-    return not any(
-        isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in (key if type(key) is tuple else (key,))
-    )
-
-
 def _adds_dims_before(key: Any) -> bool:
     """Whether a None stands before the ragged dim."""
     first = key[:2] if isinstance(key, tuple) else (key,)

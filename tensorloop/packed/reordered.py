@@ -19,7 +19,16 @@ from tensorloop.packed import between, reordered_shapes, score_ops
 from tensorloop.packed.aliases import follow
 from tensorloop.packed.assign import assign
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, is_packed, refusal
+from tensorloop.packed.base import (
+    Handler,
+    Packed,
+    PackedView,
+    add_operators,
+    is_of_rows,
+    is_packed,
+    not_in_place,
+    refusal,
+)
 from tensorloop.packed.by_rows import open_only_rows
 from tensorloop.packed.dispatch import VIEWS, dispatch, find_dim_parameter, handles
 from tensorloop.packed.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
@@ -245,6 +254,13 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return turn_back(out, layout_of(input)) if isinstance(input, PackedView) else out
 
 
+def _contiguous(func: Any, input: Any, **kwargs: Any) -> Any:
+    """A copy where torch's is one: where dims of more than one entry stand in another order than among the values."""
+    shape = input.packed.shape
+    order = [d for d in layout_of(input).order if d < 2 or shape[d] != 1]
+    return input if order == sorted(order) else input.alike(input.packed.values.clone())
+
+
 _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")
 
 
@@ -274,6 +290,7 @@ _ON_VIEWS: dict[str, Handler] = {
     "multi_head_attention_forward": _attend_in_heads,
     **dict.fromkeys(("to", "type_as"), _to),
     "ctc_loss": _ctc_loss,
+    "contiguous": _contiguous,
 }
 
 
@@ -296,7 +313,7 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             return dispatch(func, unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True)))
         if name in _ON_VIEWS:
             out = _ON_VIEWS[name](func, *args, **kwargs)
-            if name in VIEWS:
+            if name in VIEWS and not is_of_rows(out, args[0].packed._dim):
                 follow(out, args[0], lambda x: _ON_VIEWS[name](func, x, *args[1:], **kwargs))
             return out
         if name in ("max", "min") and _is_of_two(args, kwargs):
@@ -308,7 +325,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _ALIKE or is_pointwise(name):
             return _run_pointwise(func, args, kwargs)
         view = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedView))
-        raise unsupported(name, f"bring its dims back before: {_way_back(view)}")
+        refused = unsupported(name, f"bring its dims back before: {_way_back(view)}")
+        raise refused if not name.startswith("__i") else not_in_place(name)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 

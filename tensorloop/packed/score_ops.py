@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
-from tensorloop.packed.base import Packed, PackedView, refusal
+from tensorloop.packed.base import Packed, PackedView, not_in_place, refusal
 from tensorloop.packed.by_rows import batch_of, check_same, cut, join, open_only_rows, ragged_of
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import dispatch, find_dim_parameter
@@ -27,6 +27,8 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, Packed, PackedView))]
     like = _find_places(given)
     in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")
+    if in_place and isinstance(args[0], Tensor):
+        raise not_in_place(func.__name__)
     if in_place and not (isinstance(args[0], PackedScores) and _is_of(args[0], like)):
         raise refusal(
             "what is changed in place must be the scores, of all heads, queries and keys", f"use {func.__name__[:-1]}"
@@ -179,6 +181,7 @@ def _take_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
 
 
 def rows_of(x: PackedScores) -> list[Any]:
+    """The scores of each row; of no rows, those of one without entries."""
     return cut(x, -x.ndim, len(x.rows))
 
 

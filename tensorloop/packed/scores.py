@@ -14,11 +14,11 @@ from torch.utils import _pytree
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
 from tensorloop.packed.aliases import follow, mark, run_in_place
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, refusal
+from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, gives_view, not_in_place, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.entries import is_in_place
 from tensorloop.packed.heads_as_rows import multiply
 from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.entries import is_in_place
 from tensorloop.packed.refusals import no_attribute
 from tensorloop.packed.size import RaggedSize
 
@@ -45,9 +45,9 @@ class PackedScores(PackedView):
     def __init__(self, flat: Tensor, like: Packed, rows: Dim, columns: Dim, lead: tuple[int, ...]) -> None:
         self.flat, self._like, self.rows, self.columns, self.lead = flat, like._with(None), rows, columns, lead
 
-    def alike(self, flat: Tensor) -> "PackedScores":
+    def alike(self, values: Any) -> "PackedScores":
         """Scores of the same places."""
-        return PackedScores(flat, self._like, self.rows, self.columns, self.lead)
+        return PackedScores(values, self._like, self.rows, self.columns, self.lead)
 
     @property
     def memory(self) -> Tensor:
@@ -191,12 +191,6 @@ class PackedScores(PackedView):
         raise no_attribute(name, method=False)
 
 
-def _gives_view(given: tuple[Any, ...]) -> bool:
-    """Whether there is no list and no tensor with dims in a key."""
-    keys = given[0] if given and type(given[0]) is tuple else given
-    return not any(isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in keys)
-
-
 def takes_scores(*names: str) -> Any:
     """Puts a function into the table of scores; one that is called "" is for all that work entry by entry."""
 
@@ -219,14 +213,15 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             refuse_lost_gradient((*args, *kwargs.values()))
         if name in _TABLE:
             out = _TABLE[name](func, *args, **kwargs)
-            if name in _VIEWS and isinstance(args[0], PackedScores) and _gives_view(args[1:]):
+            if name in _VIEWS and isinstance(args[0], PackedScores) and gives_view(args[1:]):
                 follow(out, args[0], lambda x: _TABLE[name](func, x, *args[1:], **kwargs), *args[1:2])
             return out
         if _is_by_entry(name):
             if is_in_place(name, kwargs):
                 return run_in_place((*args, kwargs.get("input"))[0], _POINTWISE[""], func, args, kwargs)
             return _POINTWISE[""](func, args, kwargs)
-        raise refusal("it does not take packed scores", _INSTEAD)
+        refused = refusal("it does not take packed scores", _INSTEAD)
+        raise refused if not name.startswith("__i") else not_in_place(name)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 

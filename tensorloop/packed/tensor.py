@@ -24,13 +24,13 @@ from tensorloop.packed import score_parts as _scores
 from tensorloop.packed.aliases import follow, mark
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, add_operators, find_dim
+from tensorloop.packed.base import Packed, add_operators, find_dim, gives_view, is_of_rows
 from tensorloop.packed.dim import Dim, as_dim, unchanged
 from tensorloop.packed.dispatch import HANDLERS, dispatch
 from tensorloop.packed.einops import make_backend
 from tensorloop.packed.entries import plain
 from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
-from tensorloop.packed.index import getitem, gives_view
+from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
 from tensorloop.packed.pointwise import is_pointwise
 from tensorloop.packed.refusals import no_attribute
@@ -283,7 +283,9 @@ class PackedTensor(InAutograd):
         if not is_recording():
             refuse_lost_gradient((self, key))
         out = getitem(self, key)
-        return follow(out, self, lambda p: getitem(p, key), key) if gives_view(key) else out
+        if is_of_rows(out, self._dim) or not gives_view(key):
+            return out
+        return follow(out, self, lambda p: getitem(p, key), key)
 
     @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
