@@ -58,14 +58,14 @@ class Ordinary(Tensor):
         return shown.replace(f"{type(self).__name__}(", "tensor(", 1)  # as long, so that lines break as they do there
 
 
-class _Place(NamedTuple):
+class _Strides(NamedTuple):
     """Where in its memory a tensor has its numbers."""
 
     size: tuple[int, ...]
     stride: tuple[int, ...]
     offset: int
 
-    def see(self, numbers: Tensor, other: "_Place") -> Tensor:
+    def see(self, numbers: Tensor, other: "_Strides") -> Tensor:
         """Of numbers that stand at this place those that stand at another place of the same memory."""
         ends = (
             1 + at.offset + sum((n - 1) * k for n, k in zip(at.size, at.stride, strict=True)) for at in (self, other)
@@ -97,7 +97,7 @@ class _Held:
         return torch.empty(0, dtype=self.dtype, device=self.device).set_(storage, self.place.offset, *self.place[:2])
 
 
-class _Source:
+class _TakenFrom:
     """Where a copy was taken from. `find` gives for each of its numbers the place among those of `tensor`."""
 
     def __init__(self, tensor: _Held, memory: int, find: Callable[[], Tensor]) -> None:
@@ -116,12 +116,12 @@ class _Copy(NamedTuple):
     """A tensor, where it was taken from, and where that was: the nearest that is there counts."""
 
     tensor: _Held
-    sources: list[_Source]
-    like: _Place  # that was indexed by `key`
+    sources: list[_TakenFrom]
+    like: _Strides  # that was indexed by `key`
     key: Any
     alive: Any  # a weak reference that forgets the copy
 
-    def find(self) -> tuple[Tensor, _Source, Tensor] | None:
+    def find(self) -> tuple[Tensor, _TakenFrom, Tensor] | None:
         """The copy, its source and that as a tensor; None where no source is there."""
         found = next(((s, x) for s in self.sources if (x := s.tensor.get()) is not None), None)
         if found is None:
@@ -174,7 +174,7 @@ def run_in_place(x: Any, run: Callable[..., Any], *args: Any) -> Any:
 @called_eagerly
 def follow(out: Any, x: Any, again: Callable[[Any], Any], key: Any = None) -> Any:
     """Gives `out`, which is `again(x)` of packed x. Its tensors are as views of x from now on."""
-    memory = _memory_of(x.memory)
+    memory = _memory_of(x._memory)
     if memory is not None:
         for i, y in enumerate(_tensors(out)):
             mine = _memory_of(y)
@@ -184,18 +184,19 @@ def follow(out: Any, x: Any, again: Callable[[Any], Any], key: Any = None) -> An
 
 
 def _remember(y: Tensor, mine: int, x: Any, memory: int, again: Callable[[Any], Tensor], key: Any) -> None:
-    like, place, base = x.alike(None), _place_of(x.memory), _base_of(x.memory)
+    like, place, base = x._with(None), _place_of(x._memory), _base_of(x._memory)
     held, n = _Held(base, keep=True), base.numel()
 
     def count() -> Tensor:
         numbers = torch.arange(n, device=held.device).view(held.place.size)
-        return again(like.alike(held.place.see(numbers, place)))
+        return again(like._with(held.place.see(numbers, place)))
 
-    sources = [_Source(held, memory, count)]
+    sources = [_TakenFrom(held, memory, count)]
     if (known := _COPIES.get(memory)) is not None:
         of = known.tensor.place
         sources += [
-            _Source(s.tensor, s.memory, lambda s=s: again(like.alike(of.see(s.places, place)))) for s in known.sources
+            _TakenFrom(s.tensor, s.memory, lambda s=s: again(like._with(of.see(s.places, place))))
+            for s in known.sources
         ]
 
     def forget(_: Any) -> None:
@@ -224,9 +225,9 @@ def is_same(value: Any, x: Any, key: Any) -> bool:
     """Whether a value is `x[key]` of this very key, as it is in `x[key] += 1`: what was changed is there already."""
     if not _COPIES or len(given := _tensors(value)) != 1:
         return False
-    memory, source = _memory_of(given[0]), _memory_of(x.memory)
+    memory, source = _memory_of(given[0]), _memory_of(x._memory)
     known = _COPIES.get(id(memory))
-    if known is None or known.key is not key or known.like != _place_of(x.memory):
+    if known is None or known.key is not key or known.like != _place_of(x._memory):
         return False
     return known.sources[0].memory == id(source) and known.tensor.place == _place_of(given[0])
 
@@ -280,8 +281,8 @@ def _base_of(x: Tensor) -> Tensor:
     return x if x._base is None or x._base.dtype != x.dtype else x._base
 
 
-def _place_of(x: Tensor) -> _Place:
-    return _Place(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+def _place_of(x: Tensor) -> _Strides:
+    return _Strides(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
 
 
 def _memory_of(x: Tensor) -> Any:
@@ -294,4 +295,4 @@ def _tensors(x: Any) -> list[Tensor]:
     """The tensors that have the numbers of a result."""
     if isinstance(x, (tuple, list)):
         return [t for part in x for t in _tensors(part)]
-    return [x] if isinstance(x, Tensor) else [x.memory] if hasattr(type(x), "memory") else []
+    return [x] if isinstance(x, Tensor) else [x._memory] if hasattr(type(x), "_memory") else []

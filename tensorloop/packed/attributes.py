@@ -6,7 +6,7 @@ from typing import Any, Self
 from torch import Tensor
 
 from tensorloop._common.errors import WrongType, named
-from tensorloop.packed.base import Packed, is_packed, not_in_place
+from tensorloop.packed.base import Packed, is_packed, refusal
 from tensorloop.packed.dispatch import handles
 from tensorloop.packed.pointwise import check_partner, to_values
 
@@ -93,7 +93,7 @@ def _fill(func: Any, input: Any, *value: Any, **kwargs: Any) -> Any:
 def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
     """In place, from a packed tensor of the same rows or from what broadcasts."""
     if not is_packed(input):
-        raise not_in_place("copy_")
+        raise refusal("a padded tensor cannot be changed in place by a packed one", "use p.pad()")
     if is_packed(src):
         check_partner(input, src)
     func(input.values, to_values(src, input) if isinstance(src, Tensor) or is_packed(src) else src, non_blocking)

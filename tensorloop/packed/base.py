@@ -33,10 +33,8 @@ class Packed(_Base):
         made._dim = self._dim if dim is None else dim
         return made
 
-    alike = _with
-
     @property
-    def memory(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """The tensor that has the numbers."""
         return self.values
 
@@ -104,11 +102,11 @@ class PackedView:
         self.packed = packed
 
     @property
-    def memory(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """The tensor that has the numbers."""
         return self.packed.values
 
-    def alike(self, values: Any) -> Any:
+    def _with(self, values: Any) -> Any:
         """These numbers, seen as this is."""
         raise NotImplementedError
 

@@ -97,7 +97,7 @@ class Reordered(PackedView):
         super().__init__(packed)
         self.batch, self.time = batch, time
 
-    def alike(self, values: Any) -> "Reordered":
+    def _with(self, values: Any) -> "Reordered":
         """These values, seen in this order."""
         return Reordered(self.packed._with(values), self.batch, self.time)
 
@@ -258,7 +258,7 @@ def _contiguous(func: Any, input: Any, **kwargs: Any) -> Any:
     """A copy where torch's is one: where dims of more than one entry stand in another order than among the values."""
     shape = input.packed.shape
     order = [d for d in layout_of(input).order if d < 2 or shape[d] != 1]
-    return input if order == sorted(order) else input.alike(input.packed.values.clone())
+    return input if order == sorted(order) else input._with(input.packed.values.clone())
 
 
 _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")

@@ -49,8 +49,10 @@ class PackedScores(PackedView):
         """Scores of the same places."""
         return PackedScores(values, self._like, self.rows, self.columns, self.lead)
 
+    _with = alike
+
     @property
-    def memory(self) -> Tensor:
+    def _memory(self) -> Tensor:
         """The tensor that has the scores."""
         return self.flat
 

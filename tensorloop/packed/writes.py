@@ -2,10 +2,10 @@
 
 from typing import Any
 
+import torch
 from torch import Tensor
 
-from tensorloop.packed.aliases import changed
-from tensorloop.packed.assign import assign
+from tensorloop.packed.aliases import changed, is_same, put
 from tensorloop.packed.base import Packed, is_packed, refusal
 from tensorloop.packed.index import find_mask, getitem
 from tensorloop.packed.pointwise import align, check_partner
@@ -13,6 +13,8 @@ from tensorloop.packed.pointwise import align, check_partner
 
 def setitem(p: Packed, key: Any, value: Any) -> None:
     """Writes a number, a packed tensor of the same rows, or what broadcasts to `p[key]`, into the values."""
+    if is_same(value, p, key):
+        return
     if (mask := find_mask(p, key)) is not None:
         if is_packed(value):
             raise refusal("a packed tensor where a mask is true", "use torch.where(mask, value, p)")
@@ -24,8 +26,11 @@ def setitem(p: Packed, key: Any, value: Any) -> None:
         target = there.values if is_packed(there) else there
         target[...] = _find_beside(value, there)
     else:
-        assign(p, key, value)
-        return
+        # The place of each number among the values, and of those the ones that the key takes.
+        numbers = torch.arange(p.values.numel(), device=p.values.device).view(p.values.shape)
+        there = getitem(p._with(numbers), key)
+        places = there.values if is_packed(there) else there
+        put(p.values, places, torch.as_tensor(_find_beside(value, there), dtype=p.values.dtype, device=p.values.device))
     changed(p.values)
 
 

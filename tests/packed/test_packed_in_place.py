@@ -43,7 +43,7 @@ def run(body: Callable[[Any], Any], text: str = "") -> Any:
         want = body(row * 1)
         wanted.append(torch.autograd.grad(want.sin().sum(), row)[0][0])
         torch.testing.assert_close(rows_of(out)[b], want[0])
-    total = out.sin().sum() if isinstance(out, Tensor) else sum(r.sin().sum() for r in out.unbind())
+    total: Any = out.sin().sum() if isinstance(out, Tensor) else sum(r.sin().sum() for r in out.unbind())
     torch.testing.assert_close(torch.autograd.grad(total, x.values)[0], torch.cat(wanted))
     return out
 
