@@ -80,9 +80,8 @@ class _Held:
 
     def __init__(self, x: Tensor, keep: bool = False) -> None:
         self.place, self.dtype, self.device = _place_of(x), x.dtype, x.device
-        base = _base_of(x)
+        base, wrapped = _base_of(x), transforms.maybe_level() is not None and transforms.is_wrapped(x)
         self._tensor, self._base = weakref.ref(x), None if base is x else weakref.ref(base)
-        wrapped = transforms.is_wrapped(x)
         self._storage = None if wrapped else weakref.ref(x.untyped_storage())
         self._kept = x if wrapped and keep else None  # whose storage gives no tensor of the transform
 
@@ -138,9 +137,12 @@ _TAKEN: dict[int, dict[int, _Copy]] = {}  # by the memory of each source, and th
 
 
 @called_eagerly
-def changed(x: Tensor, but: _Copy | None = None) -> None:
-    """To be called when numbers of a tensor were changed in place: what it was taken from follows, and its copies."""
-    if not _COPIES or (memory := _memory_of(x)) is None:
+def changed(x: Tensor, since: int | None = None, but: _Copy | None = None) -> None:
+    """To be called when numbers of a tensor were changed in place: what it was taken from follows, and its copies.
+
+    Nothing was changed where its version is still `since`: by dropout with p = 0, for one.
+    """
+    if not _COPIES or (memory := _memory_of(x)) is None or (since is not None and version_of(x) == since):
         return
     with unseen_by_classes():
         ours = _COPIES.get(id(memory))
@@ -151,24 +153,20 @@ def changed(x: Tensor, but: _Copy | None = None) -> None:
             # A copy outside of autograd, as `detach` gives it, changes the numbers alone.
             with torch.set_grad_enabled(torch.is_grad_enabled() and y.requires_grad >= target.requires_grad):
                 put(target, source.places, y)
-            changed(target, ours)
+            changed(target, None, ours)
         for taken in list(_TAKEN.get(id(memory), {}).values()):
             if taken is not but and (found := taken.find()) is not None and found[1].memory == id(memory):
                 y, source, target = found
                 y.copy_(target.flatten()[source.places])
-                changed(y, taken)
+                changed(y, None, taken)
 
 
-def run_in_place(x: Any, run: Callable[..., Any], *args: Any) -> Any:
-    """Runs what may change the numbers of x in place, a packed tensor or an ordinary one."""
-    if not _COPIES:
-        return run(*args)
-    values = _tensors(x)[0]
-    before = version_of(values) if transforms.maybe_level() is None else None
-    out = run(*args)
-    if before is None or version_of(values) != before:  # dropout of nothing, say, changes nothing
-        changed(values)
-    return out
+def watch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | None] | None:
+    """What a function may change in place, as `changed` takes it; None where nothing was taken from anything."""
+    given = _tensors(args[0] if args else kwargs.get("input")) if _COPIES else None
+    if not given:
+        return None
+    return given[0], version_of(given[0]) if transforms.maybe_level() is None else None
 
 
 @called_eagerly
@@ -184,8 +182,9 @@ def follow(out: Any, x: Any, again: Callable[[Any], Any], key: Any = None) -> An
 
 
 def _remember(y: Tensor, mine: int, x: Any, memory: int, again: Callable[[Any], Tensor], key: Any) -> None:
-    like, place, base = x._with(None), _place_of(x._memory), _base_of(x._memory)
+    like, base = x._with(None), _base_of(x._memory)
     held, n = _Held(base, keep=True), base.numel()
+    place = held.place if base is x._memory else _place_of(x._memory)
 
     def count() -> Tensor:
         numbers = torch.arange(n, device=held.device).view(held.place.size)
@@ -282,7 +281,7 @@ def _base_of(x: Tensor) -> Tensor:
 
 
 def _place_of(x: Tensor) -> _Strides:
-    return _Strides(tuple(x.shape), tuple(x.stride()), int(x.storage_offset()))
+    return _Strides(x.shape, x.stride(), int(x.storage_offset()))
 
 
 def _memory_of(x: Tensor) -> Any:

@@ -10,7 +10,7 @@ import inspect
 from typing import Any
 
 from tensorloop._common.errors import Fact
-from tensorloop.packed.aliases import follow, run_in_place
+from tensorloop.packed.aliases import changed, follow, watch
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, PackedView, is_of_rows, is_packed, not_in_place, refusal
 from tensorloop.packed.entries import is_in_place
@@ -27,7 +27,7 @@ _CALLED: dict[str, str] = {}  # what errors call a torch function, where that is
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for these arguments, some of them packed; errors begin with its name."""
-    name = getattr(func, "__name__", str(func))
+    name = called = getattr(func, "__name__", str(func))
     for x in args:
         if isinstance(x, PackedView):  # of another order: it sees to both
             return type(x).__torch_function__(func, (), args, kwargs)
@@ -36,25 +36,25 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             refuse_lost_gradient((*args, *kwargs.values()) if kwargs else args)
         if "out" in kwargs and kwargs.pop("out") is not None:
             raise refusal("out= is not taken with packed tensors", "use the result")
-        if is_in_place(name, kwargs) and is_packed(x := (*args, kwargs.get("input"))[0]):
-            return run_in_place(x, _run, name, func, args, kwargs)
-        return _run(name, func, args, kwargs)
-    except Fact as fact:
-        raise fact.named(_CALLED.get(name, name[2:-2] if name.endswith("__") else name)) from fact.__cause__
-
-
-def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if name in HANDLERS:
-        for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):  # torch takes NumPy's names too
-            if alias in kwargs:
-                kwargs[known] = kwargs.pop(alias)
-        out = HANDLERS[name](func, *args, **kwargs)
-        if name in VIEWS and args and is_packed(args[0]) and not is_of_rows(out, args[0]._dim):
-            follow(out, args[0], lambda p: HANDLERS[name](func, p, *args[1:], **kwargs), name)
+        watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
+        if name in HANDLERS:
+            called = _CALLED.get(name, name)
+            for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):  # torch takes NumPy's names too
+                if alias in kwargs:
+                    kwargs[known] = kwargs.pop(alias)
+            out = HANDLERS[name](func, *args, **kwargs)
+            if name in VIEWS and args and is_packed(args[0]) and not is_of_rows(out, args[0]._dim):
+                follow(out, args[0], lambda p: HANDLERS[name](func, p, *args[1:], **kwargs), name)
+        elif is_pointwise(name):
+            called = name[2:-2] if name.endswith("__") else name
+            out = run_pointwise(func, args, kwargs, called)
+        else:
+            raise unsupported(name) if not name.startswith("__i") else not_in_place(name)
+        if watched is not None:
+            changed(*watched)
         return out
-    if not is_pointwise(name):
-        raise unsupported(name) if not name.startswith("__i") else not_in_place(name)
-    return run_pointwise(func, args, kwargs, name[2:-2] if name.endswith("__") else name)
+    except Fact as fact:
+        raise fact.named(called) from fact.__cause__
 
 
 def handles(*names: str, called: str | None = None) -> Any:

@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
-from tensorloop.packed.aliases import follow, mark, run_in_place
+from tensorloop.packed.aliases import changed, follow, mark, watch
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, gives_view, not_in_place, refusal
 from tensorloop.packed.dim import Dim
@@ -219,9 +219,11 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 follow(out, args[0], lambda x: _TABLE[name](func, x, *args[1:], **kwargs), *args[1:2])
             return out
         if _is_by_entry(name):
-            if is_in_place(name, kwargs):
-                return run_in_place((*args, kwargs.get("input"))[0], _POINTWISE[""], func, args, kwargs)
-            return _POINTWISE[""](func, args, kwargs)
+            watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
+            out = _POINTWISE[""](func, args, kwargs)
+            if watched is not None:
+                changed(*watched)
+            return out
         refused = refusal("it does not take packed scores", _INSTEAD)
         raise refused if not name.startswith("__i") else not_in_place(name)
     except Fact as fact:

@@ -283,6 +283,8 @@ class PackedTensor(InAutograd):
         if not is_recording():
             refuse_lost_gradient((self, key))
         out = getitem(self, key)
+        if type(key) is int:
+            return mark(out)
         if is_of_rows(out, self._dim) or not gives_view(key):
             return out
         return follow(out, self, lambda p: getitem(p, key), key)
