@@ -252,14 +252,15 @@ class Sliced(Ordinary):
         if any(not issubclass(kind, Tensor) for kind in types):
             return NotImplemented  # a packed tensor's function, or a ragged size's
         name = getattr(func, "__name__", "")
+        watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
         if all(kind in (Sliced, Tensor, Parameter) for kind in types):
             with unseen_by_classes():
                 out = func(*args, **kwargs)
         else:
             given = pytree.mapped(lambda x: _strip(x) if type(x) is Sliced else x, (args, kwargs))
             out = func(*given[0], **given[1])
-        if is_in_place(name, kwargs):
-            changed(args[0])
+        if watched is not None:
+            changed(*watched)
             return args[0] if isinstance(out, Tensor) else out
         if "out" in kwargs:
             changed(kwargs["out"])

@@ -20,7 +20,7 @@ from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop._torch.overrides import unseen_by_classes
 from tensorloop._torch.storage import PLAIN
-from tensorloop.packed.aliases import Ordinary, changed, is_in_place
+from tensorloop.packed.aliases import Ordinary, changed, is_in_place, watch
 from tensorloop.packed.size import NoNumber
 
 _by_entry: Callable[..., bool] = late("packed.entry_rules", "by_entry")
@@ -68,9 +68,10 @@ class Merged(Ordinary):
             if name == "__get__":
                 return _remember_attribute(func, x, func(x))
             found = _cut(x, name, args[1:], kwargs) if name in _VIEWS and isinstance(x, Merged) else None
+            watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
             out = func(*args, **kwargs) if found is None else found
-            if is_in_place(name, kwargs):
-                changed(x)
+            if watched is not None:
+                changed(*watched)
             if name not in _OTHERS and isinstance(out, (Tensor, tuple, list)):
                 _remember(name, args, kwargs, out)
         return out

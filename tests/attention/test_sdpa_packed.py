@@ -323,11 +323,12 @@ def test_a_mask_that_was_changed_behind_torchs_back_is_read_again(change: Any, s
     p, mask = make(LENS, 6), LOWER.clone()
     x = heads(p)
     given = mask if sizes is None else mask.expand(len(LENS), *sizes[1:])
-    before = F.scaled_dot_product_attention(x, x, x, attn_mask=given).pad()
+    attend: Any = F.scaled_dot_product_attention
+    before = attend(x, x, x, attn_mask=given).pad()
     change(mask)
-    after = F.scaled_dot_product_attention(x, x, x, attn_mask=given).pad()
+    after = attend(x, x, x, attn_mask=given).pad()
     assert not torch.allclose(before, after)
-    torch.testing.assert_close(after, F.scaled_dot_product_attention(x, x, x).pad())
+    torch.testing.assert_close(after, attend(x, x, x).pad())
 
 
 def test_masks_are_forgotten_with_their_tensors() -> None:

@@ -44,12 +44,12 @@ VIEWS: dict[str, list[tuple[str, str, str]]] = {
     "bft": [
         *[("{0}.transpose(1, 2)", "btf", ""), ("{0}[:, :, 1:]", "bft", "1:"), ("{0}[..., :-1]", "bft", ":-1")],
         *[("{0}[..., 0]", "bf", ""), ("{0}[:, :, -1]", "bf", ""), ("{0}[:, 0]", "bt", "")],
-        *[("{0}.contiguous()", "bft", ""), ("{0}.narrow(2, 0, 2)", "bft", ":2"), ("{0}.select(-1, 1)", "bf", "")],
+        *[("{0}.contiguous()", "bft", "copy"), ("{0}.narrow(2, 0, 2)", "bft", ":2"), ("{0}.select(-1, 1)", "bf", "")],
     ],
     "bthd": [("{0}.transpose(1, 2)", "bhtd", ""), ("{0}.flatten(2)", "btf", ""), ("{0}[:, 1:]", "bthd", "1:")],
     "bhtd": [
         *[("{0}.transpose(1, 2)", "bthd", ""), ("{0}[:, 0]", "bth", ""), ("{0}[:, :, 1:]", "bhtd", "1:")],
-        *[("{0}[..., 1:, :]", "bhtd", "1:"), ("{0}.unbind(1)[1]", "bth", ""), ("{0}.contiguous()", "bhtd", "")],
+        *[("{0}[..., 1:, :]", "bhtd", "1:"), ("{0}.unbind(1)[1]", "bth", ""), ("{0}.contiguous()", "bhtd", "copy")],
     ],
     "bhts": [
         *[("{0}[:, 0]", "bts", ""), ("{0}.transpose(-1, -2)", "bhts", "T"), ("{0}[..., 0]", "bht", "")],
@@ -167,8 +167,9 @@ class Draws:
         share = self.random.random()
         if share < (0.6 if dims == "bthd" else 0.35) and VIEWS[dims]:
             text, dims, step = self.random.choice(VIEWS[dims])
-            if steps and "contiguous" in text:  # of one step a row's is a view, and that of longer rows is none
-                text = "{0}"
+            # Of one step a row's is a view, and that of longer rows is none; a copy lies in memory as torch's does not.
+            if (steps and "contiguous" in text) or ("copy" in steps and "flatten" in text):
+                return f"{name} = {v.name}", Var(name, v.kind)
             kind = dims, *steps, *filter(None, [step])
             return f"{name} = {text.format(v.name)}", Var(name, kind)
         if share < 0.6 and dims == "bhtd":
@@ -232,7 +233,7 @@ class Trial:
         for leaf in (leaf for leaves in self.row_leaves for leaf in leaves):
             leaf.requires_grad_()
         self.packed = Side(PackedTensor(x, self.lens), PackedTensor(y, self.lens), self.mode)
-        self.rows = [Side(*rows, self.mode) for rows in zip(*self.row_leaves, strict=True)]
+        self.rows = [Side(*row, self.mode) for row in zip(self.row_leaves[0], self.row_leaves[1], strict=True)]
         for side in (self.packed, *self.rows):
             for line in self.lines:
                 side.run(line)
