@@ -41,7 +41,17 @@ class _ReadFor(NamedTuple):
         return self.rows._key, self.columns._key, self.heads, self.dtype
 
 
-_READ: dict[int, tuple[Any, object, tuple[object, ...], Mask]] = {}  # by the id of the mask, while that is alive
+class _Reading(NamedTuple):
+    """What was read of a mask, and the mask as it was."""
+
+    mask: Any  # a weak reference
+    version: object
+    seen: Tensor | None  # its numbers: on the CPU NumPy and `.data` change them, and no version counts that
+    key: tuple[object, ...]
+    found: Mask
+
+
+_READ: dict[int, _Reading] = {}  # by the id of the mask, while that is alive
 
 
 def read_mask(mask: Any, rows: Dim, columns: Dim, heads: int, dtype: torch.dtype, what: str = "attn_mask") -> Mask:
@@ -57,12 +67,19 @@ def read_mask(mask: Any, rows: Dim, columns: Dim, heads: int, dtype: torch.dtype
     if not isinstance(mask, Tensor):
         raise WrongType(f"{what} must be a tensor or None, got {arguments.describe(mask)}")
     version, known = version_of(mask), _READ.get(id(mask))
-    if known is not None and known[0]() is mask and (known[1], known[2]) == (version, place.key):
-        return known[3]
+    same = known is not None and known.mask() is mask and (known.version, known.key) == (version, place.key)
+    if known is not None and same and (known.seen is None or torch.equal(known.seen, _numbers_of(mask))):
+        return known.found
     found = _read(mask, place, what)
     if version is not None and not mask.requires_grad and not is_batched(mask):
-        _READ[id(mask)] = weakref.ref(mask, _forget(id(mask))), version, place.key, found
+        seen = _numbers_of(mask).clone() if mask.device.type == "cpu" else None
+        _READ[id(mask)] = _Reading(weakref.ref(mask, _forget(id(mask))), version, seen, place.key, found)
     return found
+
+
+def _numbers_of(mask: Tensor) -> Tensor:
+    """The numbers of a mask without those that an expanded one repeats."""
+    return mask[tuple(slice(0, 1) if not step else slice(None) for step in mask.stride())].detach()
 
 
 def _forget(number: int) -> Callable[[Any], None]:

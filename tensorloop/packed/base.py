@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
-from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
+from tensorloop._common.errors import Misuse, WrongIndex, WrongType, WrongValue
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.entries import plain
 from tensorloop.packed.size import RaggedSize
@@ -34,6 +34,11 @@ class Packed(_Base):
         return made
 
     @property
+    def _memory(self) -> Tensor:
+        """The tensor that has the numbers."""
+        return self.values
+
+    @property
     def shape(self) -> tuple[int, Any, *tuple[int, ...]]:
         """(B, None, *F). What stands for the ragged dim equals None; torch makes tensors by it, and it is no number."""
         return len(self._dim), RaggedSize(self._dim), *self.values.shape[1:]
@@ -44,10 +49,17 @@ class Packed(_Base):
         return self.values.dim() + 1
 
 
+IN_PLACE = {
+    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow")},
+    **{f"__i{name}__": f"bitwise_{name}_" for name in ("and", "or", "xor")},
+    **{"__itruediv__": "div_", "__ifloordiv__": "floor_divide_", "__imod__": "remainder_"},
+    **{"__ilshift__": "bitwise_left_shift_", "__irshift__": "bitwise_right_shift_"},
+}
 _BOTH_SIDES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
 OPERATORS = (
     *(f"__{side}{name}__" for name in _BOTH_SIDES for side in ("", "r")),
     *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__neg__", "__pos__", "__abs__", "__invert__"),
+    *IN_PLACE,
 )  # of Python, that views hand on
 
 
@@ -58,7 +70,7 @@ def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str
     """
 
     def operator(name: str) -> Callable[..., Any]:
-        func = getattr(torch.Tensor, name)
+        func = getattr(torch.Tensor, IN_PLACE.get(name, name))
 
         def run(self: Any, *others: Any) -> Any:
             return dispatch(func, (self, *others), {})
@@ -69,6 +81,11 @@ def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str
     for name in OPERATORS:
         setattr(kind, name, operator(name))
     setattr(kind, "__hash__", object.__hash__)  # noqa: B010 - a type checker has it otherwise
+
+
+def not_in_place(name: str) -> Misuse:
+    """What is said where an ordinary tensor was to be changed; after a TypeError Python would go on with x = x + p."""
+    return Misuse(f"a padded tensor cannot be changed in place by a packed one; write x = {name.strip('_')}(x, p)")
 
 
 class PackedView:
@@ -83,6 +100,15 @@ class PackedView:
 
     def __init__(self, packed: Packed) -> None:
         self.packed = packed
+
+    @property
+    def _memory(self) -> Tensor:
+        """The tensor that has the numbers."""
+        return self.packed.values
+
+    def _with(self, values: Any) -> Any:
+        """These numbers, seen as this is."""
+        raise NotImplementedError
 
     @classmethod
     def __torch_function__(
@@ -170,6 +196,19 @@ def is_packed(x: Any) -> bool:
 def any_packed(tree: Any) -> bool:
     """Whether one of the leaves of a tree is a packed tensor."""
     return any(is_packed(x) for x in pytree.leaves(tree, is_packed))
+
+
+def gives_view(key: Any) -> bool:
+    """Whether a tensor at a key is a view of it: no list, mask or tensor with dims is in it."""
+    keys = key[0] if isinstance(key, tuple) and len(key) == 1 else key
+    keys = keys if isinstance(keys, tuple) else (keys,)
+    return not any(isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in keys)
+
+
+def is_of_rows(out: Any, dim: Dim) -> bool:
+    """Whether a result, or all of a tuple, is packed in rows that are those of `dim`: it is no part of them."""
+    parts = out if isinstance(out, (tuple, list)) else (out,)
+    return all((x._dim if is_packed(x) else x.packed._dim if isinstance(x, PackedView) else None) is dim for x in parts)
 
 
 def is_tensor(x: Any) -> bool:

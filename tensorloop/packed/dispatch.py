@@ -10,13 +10,19 @@ import inspect
 from typing import Any
 
 from tensorloop._common.errors import Fact
+from tensorloop.packed.aliases import changed, follow, watch
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, PackedView, refusal
+from tensorloop.packed.base import Handler, PackedView, is_of_rows, is_packed, not_in_place, refusal
+from tensorloop.packed.entries import is_in_place
 from tensorloop.packed.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.refusals import unsupported
 from tensorloop.packed.tables import LISTS, MADE, RaggedTable, for_rows
 
 HANDLERS: dict[str, Handler] = {}
+# Which give views of a tensor, and may be copies of packed entries.
+VIEWS = frozenset(
+    {"narrow", "split", "split_with_sizes", "chunk", "tensor_split", "select", "unfold", "view", "view_as", "unflatten"}
+)
 _CALLED: dict[str, str] = {}  # what errors call a torch function, where that is not its own name
 
 
@@ -33,16 +39,23 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             refuse_lost_gradient((*args, *kwargs.values()) if kwargs else args)
         if "out" in kwargs and kwargs.pop("out") is not None:
             raise refusal("out= is not taken with packed tensors", "use the result")
+        watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
         if name in HANDLERS:
             called = _CALLED.get(name, name)
             for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):  # torch takes NumPy's names too
                 if alias in kwargs:
                     kwargs[known] = kwargs.pop(alias)
-            return HANDLERS[name](func, *args, **kwargs)
-        if not is_pointwise(name):
-            raise unsupported(name)
-        called = name[2:-2] if name.endswith("__") else name
-        return run_pointwise(func, args, kwargs, called)
+            out = HANDLERS[name](func, *args, **kwargs)
+            if name in VIEWS and args and is_packed(args[0]) and not is_of_rows(out, args[0]._dim):
+                follow(out, args[0], lambda p: HANDLERS[name](func, p, *args[1:], **kwargs), name)
+        elif is_pointwise(name):
+            called = name[2:-2] if name.endswith("__") else name
+            out = run_pointwise(func, args, kwargs, called)
+        else:
+            raise unsupported(name) if not name.startswith("__i") else not_in_place(name)
+        if watched is not None:
+            changed(*watched)
+        return out
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 

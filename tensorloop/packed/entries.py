@@ -20,6 +20,7 @@ from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop._torch.overrides import unseen_by_classes
 from tensorloop._torch.storage import PLAIN
+from tensorloop.packed.aliases import Ordinary, changed, is_in_place, watch
 from tensorloop.packed.size import NoNumber
 
 _by_entry: Callable[..., bool] = late("packed.entry_rules", "by_entry")
@@ -39,12 +40,8 @@ _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that some
 
 
 @runs_eagerly
-class Remembers(Tensor):
-    """An ordinary tensor in all but what it remembers, which is among its attributes."""
-
-    def __reduce_ex__(self, protocol: Any) -> Any:
-        """Pickled, and so saved, as an ordinary tensor."""
-        return plain(self).__reduce_ex__(protocol)
+class Remembers(Ordinary):
+    """One that remembers it when it is copied, too: it is among its attributes."""
 
     def __copy__(self) -> Self:
         """A tensor of the same numbers, in the same memory."""
@@ -52,14 +49,7 @@ class Remembers(Tensor):
 
     def __deepcopy__(self, memo: dict[int, Any]) -> Self:
         """A tensor of the same numbers."""
-        if id(self) not in memo:
-            new = copy.deepcopy(plain(self.detach() if self.is_leaf else self), memo)
-            memo[id(self)] = remember(new.requires_grad_(self.requires_grad), type(self), **self.__dict__)
-        return memo[id(self)]
-
-    def __repr__(self, **kwargs: Any) -> str:
-        """As an ordinary tensor."""
-        return repr(plain(self))
+        return remember(super().__deepcopy__(memo), type(self), **self.__dict__)
 
 
 @runs_eagerly
@@ -91,7 +81,10 @@ class Merged(Remembers):
             if name == "__get__":
                 return _remember_attribute(func, x, func(x))
             found = _cut(x, name, args[1:], kwargs) if name in _VIEWS and isinstance(x, Merged) else None
+            watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
             out = func(*args, **kwargs) if found is None else found
+            if watched is not None:
+                changed(*watched)
             if name not in _OTHERS and isinstance(out, (Tensor, tuple, list)):
                 _remember(name, args, kwargs, out)
         return out
@@ -108,8 +101,8 @@ def entries_of(p: Any, values: Tensor) -> Tensor:
 
 
 def plain(x: Any) -> Any:
-    """An ordinary tensor for one that remembers; all else as it is."""
-    if not isinstance(x, Remembers):
+    """An ordinary tensor for one that remembers something; all else as it is."""
+    if type(x) is Tensor or not isinstance(x, Ordinary):
         return x
     with unseen_by_classes():
         return x.as_subclass(Tensor)

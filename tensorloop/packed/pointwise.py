@@ -7,7 +7,16 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, PackedView, StaticPacked, check_same_rows, is_packed, is_tensor, refusal
+from tensorloop.packed.base import (
+    Packed,
+    PackedView,
+    StaticPacked,
+    check_same_rows,
+    is_packed,
+    is_tensor,
+    not_in_place,
+    refusal,
+)
 from tensorloop.packed.refusals import unsupported
 
 # Pointwise, but without the tag: aliases, casts, and compositions (tried with torch 2.13; leaky_relu with 2.11).
@@ -62,7 +71,7 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name
             check_partner(base, x)
     in_place = name.endswith("_")
     if in_place and not is_packed(args[0]):
-        raise refusal("a padded tensor cannot be changed in place by a packed one", f"use {name[:-1]}")
+        raise not_in_place(name)
     if not in_place and len(base._dim) == 1 and _meets_no_rows(base, [x for x in given if is_tensor(x)]):
         return func(*(_open(x) for x in args), **{k: _open(x) for k, x in kwargs.items()})
     out = func(*(to_values(x, base) for x in args), **{k: to_values(x, base) for k, x in kwargs.items()})

@@ -16,10 +16,21 @@ from tensorloop._common.errors import Fact, named
 from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.packed import between, reordered_shapes, score_ops
+from tensorloop.packed.aliases import follow
+from tensorloop.packed.assign import assign
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, is_packed, refusal
+from tensorloop.packed.base import (
+    Handler,
+    Packed,
+    PackedView,
+    add_operators,
+    is_of_rows,
+    is_packed,
+    not_in_place,
+    refusal,
+)
 from tensorloop.packed.by_rows import open_only_rows
-from tensorloop.packed.dispatch import dispatch, find_dim_parameter, handles
+from tensorloop.packed.dispatch import VIEWS, dispatch, find_dim_parameter, handles
 from tensorloop.packed.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.pointwise import align, is_pointwise
 from tensorloop.packed.refusals import no_attribute, unsupported
@@ -51,7 +62,7 @@ _ALONG = frozenset(
 # Which do not look at dims, or give no tensor.
 _ALIKE = frozenset(
     {
-        *("fill_", "zero_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
+        *("fill_", "zero_", "copy_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
         *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
         *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "element_size"),
     }
@@ -86,6 +97,10 @@ class Reordered(PackedView):
     def __init__(self, packed: Packed, batch: int, time: int) -> None:
         super().__init__(packed)
         self.batch, self.time = batch, time
+
+    def _with(self, values: Any) -> "Reordered":
+        """These values, seen in this order."""
+        return Reordered(self.packed._with(values), self.batch, self.time)
 
     @property
     def requires_grad(self) -> bool:
@@ -137,9 +152,16 @@ class Reordered(PackedView):
         """x[b], x[:, h], x[..., a:b], x[:, None]: as of a padded tensor in this order."""
         return reordered_shapes.index(self, key)
 
+    @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Refused: torch.where writes where a mask says so."""
-        raise unsupported("__setitem__").named("__setitem__")
+        """x[key] = value: changes in place the entries that x[key] has."""
+        if not is_recording():
+            refuse_lost_gradient((self, key, value))
+        assign(self, key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as the packed tensor and the places of its dims."""
+        return Reordered, (self.packed, self.batch, self.time)
 
     def __iter__(self) -> Any:
         """Along dim 0."""
@@ -177,6 +199,7 @@ class Reordered(PackedView):
 
 
 makes_views(Reordered)
+torch.serialization.add_safe_globals([Reordered])
 
 
 def _way_back(x: PackedView) -> str:
@@ -232,6 +255,13 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return turn_back(out, layout_of(input)) if isinstance(input, PackedView) else out
 
 
+def _contiguous(func: Any, input: Any, **kwargs: Any) -> Any:
+    """A copy where torch's is one: where dims of more than one entry stand in another order than among the values."""
+    shape = input.packed.shape
+    order = [d for d in layout_of(input).order if d < 2 or shape[d] != 1]
+    return input if order == sorted(order) else input._with(input.packed.values.clone())
+
+
 _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")
 
 
@@ -261,6 +291,7 @@ _ON_VIEWS: dict[str, Handler] = {
     "multi_head_attention_forward": _attend_in_heads,
     **dict.fromkeys(("to", "type_as"), _to),
     "ctc_loss": _ctc_loss,
+    "contiguous": _contiguous,
 }
 
 
@@ -284,7 +315,10 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _OF_CLASSES and all(layout_of(x)[:2] == (0, 2) for x in args if isinstance(x, PackedView)):
             return dispatch(func, unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True)))
         if name in _ON_VIEWS:
-            return _ON_VIEWS[name](func, *args, **kwargs)
+            out = _ON_VIEWS[name](func, *args, **kwargs)
+            if name in VIEWS and not is_of_rows(out, args[0].packed._dim):
+                follow(out, args[0], lambda x: _ON_VIEWS[name](func, x, *args[1:], **kwargs))
+            return out
         if name in ("max", "min") and _is_of_two(args, kwargs):
             func, name = getattr(torch, f"{name}imum"), f"{name}imum"
         if name in _ALONG:
@@ -294,7 +328,8 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if name in _ALIKE or is_pointwise(name):
             return _run_pointwise(func, args, kwargs)
         view = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedView))
-        raise unsupported(name, f"bring its dims back before: {_way_back(view)}")
+        refused = unsupported(name, f"bring its dims back before: {_way_back(view)}")
+        raise refused if not name.startswith("__i") else not_in_place(name)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
-from tensorloop.packed.base import Packed, PackedView, refusal
+from tensorloop.packed.base import Packed, PackedView, not_in_place, refusal
 from tensorloop.packed.by_rows import batch_of, check_same, cut, join, open_only_rows, ragged_of
 from tensorloop.packed.dim import Dim, describe_difference
 from tensorloop.packed.dispatch import dispatch, find_dim_parameter
@@ -27,6 +27,8 @@ def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> A
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Tensor, Packed, PackedView))]
     like = _find_places(given)
     in_place = func.__name__.endswith("_") and not func.__name__.startswith("__")
+    if in_place and isinstance(args[0], Tensor):
+        raise not_in_place(func.__name__)
     if in_place and not (isinstance(args[0], PackedScores) and _is_of(args[0], like)):
         raise refusal(
             "what is changed in place must be the scores, of all heads, queries and keys", f"use {func.__name__[:-1]}"
@@ -157,7 +159,7 @@ def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         return _turn_back(call(lambda *args, **kwargs: along(func, *args, **kwargs), turn(input), -1), input)
     if -input.ndim in dims or (len({-1, -2} & set(dims)) == 1 and func.__name__ not in _IN_ROWS):
         raise refusal(f"over dims {given} of {input.shape}", "first over the last dim, or take the rows: x.unbind()")
-    rows = [call(func, row, tuple(dims) if several else dims[0]) for row in _rows(input)]
+    rows = [call(func, row, tuple(dims) if several else dims[0]) for row in rows_of(input)]
     return collect(rows, input, 0 if dims != [-1] and -1 in dims else 2)
 
 
@@ -178,7 +180,8 @@ def _take_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     return given, call
 
 
-def _rows(x: PackedScores) -> list[Any]:
+def rows_of(x: PackedScores) -> list[Any]:
+    """The scores of each row; of no rows, those of one without entries."""
     return cut(x, -x.ndim, len(x.rows))
 
 
@@ -210,7 +213,7 @@ def turn(x: PackedScores) -> PackedScores:
 
 def per_row(x: PackedScores, run: Any) -> Any:
     """What `run` makes of the scores of each row, whose last two dims stay ragged."""
-    return collect([run(row) for row in _rows(x)], x)
+    return collect([run(row) for row in rows_of(x)], x)
 
 
 def collect(rows: list[Any], x: PackedScores, ragged: int = 2) -> Any:
@@ -380,7 +383,7 @@ def _of_heads(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
         raise refusal(
             f"along dim {given} of {input.shape}", "index the last two, x[..., a:b], or take rows: x.unbind()"
         )
-    return collect([call(func, row, dims if several else dims[0]) for row in _rows(input)], input)
+    return collect([call(func, row, dims if several else dims[0]) for row in rows_of(input)], input)
 
 
 @takes_scores("repeat", "tile")
@@ -417,7 +420,7 @@ def _index(func: Any, input: Any, key: Any) -> Any:
     last = keys[-2:]
     if used > input.ndim or keys[0] != whole or not all(type(k) in (slice, int) for k in last):
         raise WrongValue(f"{key} of {input.shape}; the batch stays, the last two dims take slices and numbers")
-    rows = [row[(*keys[1:-2], *(_key_of_row(k, b, input) for k in last))] for b, row in enumerate(_rows(input))]
+    rows = [row[(*keys[1:-2], *(_key_of_row(k, b, input) for k in last))] for b, row in enumerate(rows_of(input))]
     return collect(rows, input, sum(isinstance(k, slice) for k in last))
 
 

@@ -12,17 +12,26 @@ from torch import Tensor
 from torch.utils import _pytree
 
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
+from tensorloop.packed.aliases import changed, follow, mark, watch
 from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, refusal
+from tensorloop.packed.base import Handler, Packed, PackedView, add_operators, gives_view, not_in_place, refusal
 from tensorloop.packed.dim import Dim
+from tensorloop.packed.entries import is_in_place
 from tensorloop.packed.heads_as_rows import multiply
 from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.refusals import no_attribute, unsupported
+from tensorloop.packed.refusals import no_attribute
 from tensorloop.packed.size import RaggedSize
 from tensorloop.packed.tables import LISTS, RaggedTable, for_rows
 
 _INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 _TABLE: dict[str, Handler] = {}
+# Which give views of a tensor, and copies of scores.
+_VIEWS = frozenset(
+    {
+        *("__getitem__", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "select", "narrow"),
+        *("unbind", "chunk", "split", "expand", "expand_as", "diagonal"),
+    }
+)
 _POINTWISE: dict[str, Handler] = {}
 
 
@@ -37,9 +46,16 @@ class PackedScores(PackedView):
     def __init__(self, flat: Tensor, like: Packed, rows: Dim, columns: Dim, lead: tuple[int, ...]) -> None:
         self.flat, self._like, self.rows, self.columns, self.lead = flat, like._with(None), rows, columns, lead
 
-    def alike(self, flat: Tensor) -> "PackedScores":
+    def alike(self, values: Any) -> "PackedScores":
         """Scores of the same places."""
-        return PackedScores(flat, self._like, self.rows, self.columns, self.lead)
+        return PackedScores(values, self._like, self.rows, self.columns, self.lead)
+
+    _with = alike
+
+    @property
+    def _memory(self) -> Tensor:
+        """The tensor that has the scores."""
+        return self.flat
 
     @property
     def packed(self) -> Packed:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -103,7 +119,7 @@ class PackedScores(PackedView):
             return _dispatch(Tensor.unbind, (self, dim), {})
         sizes = self.sizes
         parts = self.flat.split([prod(size) for size in sizes])
-        return tuple(part.view(size) for part, size in zip(parts, sizes, strict=True)) if sizes else ()
+        return mark(tuple(part.view(size) for part, size in zip(parts, sizes, strict=True)) if sizes else ())
 
     @named("pad")
     def pad(self, value: float = 0) -> Tensor:
@@ -140,8 +156,12 @@ class PackedScores(PackedView):
         return _dispatch(Tensor.__getitem__, (self, key), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
-        """Refused: torch.where writes where a mask says so."""
-        raise unsupported("__setitem__").named("__setitem__")
+        """x[key] = value: changes in place the scores that x[key] has."""
+        _dispatch(Tensor.__setitem__, (self, key, value), {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as flat values, with the rows that they are of."""
+        return PackedScores, (self.flat, self._like, self.rows, self.columns, self.lead)
 
     def __iter__(self) -> Any:
         """The rows."""
@@ -165,7 +185,7 @@ class PackedScores(PackedView):
     def __getattr__(self, name: str) -> Any:
         """Methods of a tensor that are taken here."""
         func = getattr(Tensor, name, None)
-        if (name in _TABLE or is_pointwise(name)) and callable(func) and not name.startswith("__"):
+        if (name in _TABLE or _is_by_entry(name)) and callable(func) and not name.startswith("__"):
             return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
         if name in PackedScores.__slots__:  # a copy that is not filled yet
             raise AttributeError(name)
@@ -184,6 +204,10 @@ def takes_scores(*names: str) -> Any:
     return add
 
 
+def _is_by_entry(name: str) -> bool:
+    return is_pointwise(name) or name in ("fill_", "zero_", "copy_")
+
+
 def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
         args, kwargs = for_rows(args, kwargs)
@@ -193,15 +217,24 @@ def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if not is_recording():
             refuse_lost_gradient((*args, *kwargs.values()))
         if name in _TABLE:
-            return _TABLE[name](func, *args, **kwargs)
-        if is_pointwise(name):
-            return _POINTWISE[""](func, args, kwargs)
-        raise refusal("it does not take packed scores", _INSTEAD)
+            out = _TABLE[name](func, *args, **kwargs)
+            if name in _VIEWS and isinstance(args[0], PackedScores) and gives_view(args[1:]):
+                follow(out, args[0], lambda x: _TABLE[name](func, x, *args[1:], **kwargs), *args[1:2])
+            return out
+        if _is_by_entry(name):
+            watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
+            out = _POINTWISE[""](func, args, kwargs)
+            if watched is not None:
+                changed(*watched)
+            return out
+        refused = refusal("it does not take packed scores", _INSTEAD)
+        raise refused if not name.startswith("__i") else not_in_place(name)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
 
 
 add_operators(PackedScores, _dispatch)
+torch.serialization.add_safe_globals([PackedScores])
 
 _pytree.register_pytree_node(
     PackedScores,

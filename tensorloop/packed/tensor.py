@@ -20,10 +20,11 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import features, interop, joins, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
 from tensorloop.packed import reordered as _views
-from tensorloop.packed import score_ops as _scores
+from tensorloop.packed import score_parts as _scores
+from tensorloop.packed.aliases import follow, mark
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, add_operators, find_dim
+from tensorloop.packed.base import Packed, add_operators, find_dim, gives_view, is_of_rows
 from tensorloop.packed.dim import Dim, as_dim, unchanged
 from tensorloop.packed.dispatch import HANDLERS, dispatch
 from tensorloop.packed.einops import make_backend
@@ -263,7 +264,7 @@ class PackedTensor(InAutograd):
             return dispatch(Tensor.unbind, (self, dim), {})
         if not is_recording():
             refuse_lost_gradient((self,))
-        return tuple(self.values.split(self._dim._host_lens.tolist()))
+        return mark(tuple(self.values.split(self._dim._host_lens.tolist())))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
         """Splits into packed tensors of fewer rows, or of fewer features, as `torch.split`.
@@ -281,7 +282,12 @@ class PackedTensor(InAutograd):
         """p[b], p[rows], p[:, t], p[:, a:b], p[rows, times], p[mask], p[..., i]: see docs/packed.md."""
         if not is_recording():
             refuse_lost_gradient((self, key))
-        return getitem(self, key)
+        out = getitem(self, key)
+        if type(key) is int:
+            return mark(out)
+        if is_of_rows(out, self._dim) or not gives_view(key):
+            return out
+        return follow(out, self, lambda p: getitem(p, key), key)
 
     @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -462,7 +468,7 @@ class PackedTensor(InAutograd):
         return sorted({*super().__dir__(), *ATTRIBUTES})
 
 
-add_operators(PackedTensor, dispatch)  # none in place: `p += 1` makes a new packed tensor, as it does for numbers
+add_operators(PackedTensor, dispatch)
 add_methods(PackedTensor)
 
 

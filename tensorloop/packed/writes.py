@@ -5,6 +5,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop.packed.aliases import changed, is_same, put
 from tensorloop.packed.base import Packed, is_packed, refusal
 from tensorloop.packed.index import find_mask, getitem
 from tensorloop.packed.pointwise import align, check_partner
@@ -12,24 +13,25 @@ from tensorloop.packed.pointwise import align, check_partner
 
 def setitem(p: Packed, key: Any, value: Any) -> None:
     """Writes a number, a packed tensor of the same rows, or what broadcasts to `p[key]`, into the values."""
+    if is_same(value, p, key):
+        return
     if (mask := find_mask(p, key)) is not None:
         if is_packed(value):
             raise refusal("a packed tensor where a mask is true", "use torch.where(mask, value, p)")
         p.values[mask] = value
-        return
-    if any(k is None for k in (key[:2] if isinstance(key, tuple) else (key,))):
+    elif any(k is None for k in (key[:2] if isinstance(key, tuple) else (key,))):
         raise refusal("None before the ragged dim", "leave it out, and write value without that dim")
-    if _gives_view(p, key):
+    elif _gives_view(p, key):
         there = getitem(p, key)
         target = there.values if is_packed(there) else there
         target[...] = _find_beside(value, there)
-        return
-    # The place of each number among the values, and of those the ones that the key takes.
-    numbers = torch.arange(p.values.numel(), device=p.values.device).view(p.values.shape)
-    there = getitem(p._with(numbers), key)
-    places = there.values if is_packed(there) else there
-    given = torch.as_tensor(_find_beside(value, there), dtype=p.values.dtype, device=p.values.device)
-    p.values.put_(places, given.expand(places.shape))
+    else:
+        # The place of each number among the values, and of those the ones that the key takes.
+        numbers = torch.arange(p.values.numel(), device=p.values.device).view(p.values.shape)
+        there = getitem(p._with(numbers), key)
+        places = there.values if is_packed(there) else there
+        put(p.values, places, torch.as_tensor(_find_beside(value, there), dtype=p.values.dtype, device=p.values.device))
+    changed(p.values)
 
 
 def _gives_view(p: Packed, key: Any) -> bool:

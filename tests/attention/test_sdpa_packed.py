@@ -317,6 +317,20 @@ def test_what_is_refused(name: str) -> None:
         fn(p, heads(p))
 
 
+@pytest.mark.parametrize("change", [lambda m: m.data.fill_(True), lambda m: m.numpy().fill(True)])
+@pytest.mark.parametrize("sizes", [None, (2, 1, -1, -1)])
+def test_a_mask_that_was_changed_behind_torchs_back_is_read_again(change: Any, sizes: Any) -> None:
+    p, mask = make(LENS, 6), LOWER.clone()
+    x = heads(p)
+    given = mask if sizes is None else mask.expand(len(LENS), *sizes[1:])
+    attend: Any = F.scaled_dot_product_attention
+    before = attend(x, x, x, attn_mask=given).pad()
+    change(mask)
+    after = attend(x, x, x, attn_mask=given).pad()
+    assert not torch.allclose(before, after)
+    torch.testing.assert_close(after, attend(x, x, x).pad())
+
+
 def test_masks_are_forgotten_with_their_tensors() -> None:
     dim, before = make(LENS, 1)._dim, len(masks._READ)
     mask = LOWER.clone()

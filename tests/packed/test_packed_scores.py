@@ -228,7 +228,6 @@ REFUSED: list[tuple[str, Any, type[Exception], str]] = [
     ("order", lambda s, q, o: s.permute(1, 0, 2, 3), TypeError, "the batch stays first"),
     ("letters", lambda s, q, o: torch.einsum("bhij,bjd", s, q), TypeError, "einsum: .*write all letters"),
     ("no batch", lambda s, q, o: torch.einsum("bhij,bhjd->id", s, heads(q)), TypeError, "sums over the batch"),
-    ("diagonal", lambda s, q, o: torch.diagonal(s, 0, 2, 3), TypeError, r"packed scores; take the rows, x.unbind\(\)"),
     ("features last", lambda s, q, o: q[:, :, None] + o[:, None], TypeError, r"first: \(B, D, T\*, 1\)"),
     ("in place", lambda s, q, o: s[..., :1].add_(s), TypeError, "must be the scores, of all heads, queries and keys"),
     ("one entry", lambda s, q, o: s + torch.ones(2, 1, dtype=D) * o[:, :1, 0][:, None, None], ValueError, "lens"),

@@ -51,6 +51,7 @@ def test_methods_and_operators_give_packed_tensors() -> None:
     for out in results:
         assert_type(out, PackedTensor)
         assert type(out) is PackedTensor
+    p = p * 1
     p += 1
     assert_type(p, PackedTensor)
     p = packed()
