@@ -7,6 +7,7 @@ from transformers import PreTrainedModel
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.hf import known
 from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.packed import PackedTensor
@@ -14,8 +15,8 @@ from tensorloop.packed import PackedTensor
 
 def is_encoder(model: PreTrainedModel) -> bool:
     """Whether the model has attention, and all of it sees later steps too."""
-    says = [x.is_causal for x in model.modules() if isinstance(getattr(x, "is_causal", None), bool)]
-    return bool(says) and not any(says)
+    says = known.see_later(model)
+    return bool(says) and all(says)
 
 
 def encode(model: nn.Module, inner: PreTrainedModel, x: PackedTensor, options: dict[str, Any]) -> Any:
