@@ -212,10 +212,8 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
             raise WrongValue(f"{name} cannot be given: the rows of ids say which tokens there are")
         if name in ("logits_to_keep", "return_dict") or (name.startswith("output_") and x):
             raise WrongValue(f"{name} cannot be given: what is returned are the logits of all tokens and nothing else")
-        if name not in takes and not name.startswith("output_"):
-            raise WrongValue(
-                f"{name} is no keyword of {type(model).__name__}'s forward, which would drop it; leave it out"
-            )
+        if name not in takes and x is not None:
+            known.refuse_unknown(model, {name: x}, "hf.packed_forward")
 
 
 def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], numbering: Numbering | None) -> None:

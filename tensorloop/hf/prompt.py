@@ -73,9 +73,7 @@ class Decoder:
         if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
             raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
         if type(model).__name__ == "OptimizedModule":
-            raise WrongType(
-                "model is what torch.compile made, which does not carry a cache of arrays; give the model itself"
-            )
+            raise WrongType("model is what torch.compile made, which carries no cache of arrays; give the model itself")
         known.refuse_peft(model)
         known.refuse_capacity(model)
         self.model: Any = model
@@ -83,12 +81,12 @@ class Decoder:
         self.config = self.model.config
         self.text = self.config.get_text_config(decoder=True)
         self.reads_source = bool(self.config.is_encoder_decoder)
-        decoder = self.model.get_decoder() if self.reads_source else model
-        known.refuse_sighted(decoder, self.text)
-        self.numbering = find_numbering(decoder)
+        decoder = self.model.get_decoder() if self.reads_source else self.model
         self.takes = signature_of(model)
         if self.takes.cache is None or self.model.get_output_embeddings() is None:
             raise WrongValue(f"model is a {type(model).__name__}, which has no cache of keys or no head for tokens")
+        known.refuse_sighted(decoder, self.reads_source)
+        self.numbering = find_numbering(decoder)
         self.new_cache()  # refuses what it has no layers for
         flags = [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)] if model.training else []
         self.checkpointing = flags

@@ -208,10 +208,9 @@ def test_features_that_are_none() -> None:
     for given, said in (
         ((ids_of(),), r"input_ids must be the input_features of model, a tensor of floats \(B, ...\)"),
         ((features[:0],), "input_ids must be the input_features of model with a row"),
-        (
-            (features, torch.ones(2, 16)),
-            "attention_mask goes with tokens, but model reads input_features",
-        ),
+        ((features, torch.arange(16) < torch.tensor([[16], [9]])), "but model reads no mask of its source; leave it o"),
+        ((features, torch.arange(16) > torch.tensor([[-1], [9]])), "a 1 after a 0; pad input_features at the end"),
+        ((features, torch.ones(2, 9)), r"attention_mask must be \(2, 4\) or \(2, 16\) as input_ids is, got \(2, 9\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             hf.beam_search(model, *given, beam_size=2)
