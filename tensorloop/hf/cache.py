@@ -213,8 +213,8 @@ def _refuse_checkpointed(frame: FrameType | None) -> None:
         if isinstance(asks, nn.Module):
             if asks.training and getattr(asks, "gradient_checkpointing", False) and takes_caches_away(asks):
                 raise Misuse(
-                    f"TrainCache: {type(asks).__name__} checkpoints its layers by gradient_checkpointing_enable(), "
-                    "which gives them no cache; call gradient_checkpointing_disable() and hf.checkpoint_layers(model)"
+                    f"TrainCache: {type(asks).__name__} checkpoints its layers in transformers' way, which gives "
+                    "them no cache; undo that (gradient_checkpointing_disable) and call hf.checkpoint_layers(model)"
                 )
             return
         frame = frame.f_back

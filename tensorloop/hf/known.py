@@ -68,11 +68,14 @@ def see_later(model: nn.Module) -> list[bool]:
 def refuse_sighted(decoder: Any, after_encoder: bool) -> None:
     """Raises where tokens see those that come later: what was scored is another number with each new one.
 
-    Modules of a decoder that follows an encoder may say what is not so (NLLB-MoE), as its masks are always made.
+    A decoder that follows an encoder is causal unless both its modules and its config deny it: in some (NLLB-MoE) the
+    modules say what is not so, as masks are always made, in others (MVP) the config, which nobody reads.
     """
-    says, text = see_later(decoder), decoder.config.get_text_config(decoder=True)
+    text = decoder.config.get_text_config(decoder=True)
+    says = see_later(decoder) if skips_masks(decoder.config) else []
     unset = [name for name in ("is_causal", "is_decoder") if getattr(text, name, True) is False]
-    if "is_causal" in unset or (all(says) and (unset or (says and not after_encoder))):
+    denied = bool(says) and all(says), bool(unset) and all(says)
+    if "is_causal" in unset or (all(denied) if after_encoder else any(denied)):
         why = f"its config has {unset[0]}=False" if unset else "its config asks for it"
         raise WrongValue(
             f"model has {type(decoder).__name__}, whose tokens see later ones ({why}), so that it cannot generate; "
@@ -120,6 +123,21 @@ def _active_of(model: Any, settings: dict[str, Any]) -> list[str]:
     if isinstance(said, list | tuple) and all(x in settings for x in said):
         return list(said)
     return list(settings)
+
+
+# `model_type` -> why steps with a cache, transformers' own too, give other numbers than one pass over all tokens.
+_OTHERWISE = {
+    "git": "it counts the tokens of an image that is not given",
+    "moshi": "its layers let tokens beyond the sliding window go, but one pass masks none of them",
+    "prophetnet": "its streams of n-grams are numbered otherwise in steps",
+    "xlm-prophetnet": "its streams of n-grams are numbered otherwise in steps",
+}
+
+
+def refuse_otherwise(text: Any) -> None:
+    """Raises where decoding with a cache is not what the model makes of all tokens at once."""
+    if (why := _OTHERWISE.get(getattr(text, "model_type", ""))) is not None:
+        raise WrongValue(f"model ({text.model_type}) decodes with a cache otherwise than in one pass: {why}")
 
 
 def refuse_capacity(model: Any) -> None:

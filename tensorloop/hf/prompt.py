@@ -86,9 +86,12 @@ class Decoder:
         if self.takes.cache is None or self.model.get_output_embeddings() is None:
             raise WrongValue(f"model is a {type(model).__name__}, which has no cache of keys or no head for tokens")
         known.refuse_sighted(decoder, self.reads_source)
+        known.refuse_otherwise(self.text)
         self.numbering = find_numbering(decoder)
         self.new_cache()  # refuses what it has no layers for
-        flags = [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)] if model.training else []
+        flags: list[Any] = (
+            [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)] if model.training else []
+        )
         self.checkpointing = flags
         if flags and torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters()):
             raise WrongValue(
@@ -123,25 +126,33 @@ class Decoder:
 
     def read(self, ids: Any, mask: Any, begun: Any = None) -> tuple[Prompt, Source | None]:
         """A prompt, checked; of an encoder-decoder, what the decoder begins with, and what its encoder makes."""
-        name, encoder = self.model.main_input_name, self.model.get_encoder() if self.reads_source else None
-        if encoder is not None:
-            takes = signature_of(encoder)
-            name = name if name in takes.names else encoder.main_input_name  # SpeechEncoderDecoder's own is "inputs"
+        if self.reads_source:
+            return self._encode(ids, mask, begun)
+        if begun is not None:
+            raise WrongValue("decoder_input_ids is for a model with an encoder; input_ids is the prompt")
+        given = self._read_input(self.model.main_input_name, ids, mask)
+        _check_left(given)
+        self._check_numbered(given)
+        if given.mask is not None and not self.takes.positions and has_table(self.model):
+            raise WrongValue(
+                "attention_mask has padding, but model takes no position_ids, so that padding would be counted as "
+                "positions; give prompts of one length at a time"
+            )
+        return given, None
+
+    def _read_input(self, name: str, ids: Any, mask: Any) -> Prompt:
         given = _read_prompt(ids, mask) if name == "input_ids" else _read_features(ids, mask, name)
         self._check_place("input_ids", given.ids)
         if name == "input_ids":
             self._check_length(name, given.ids)
-        if not self.reads_source:
-            if begun is not None:
-                raise WrongValue("decoder_input_ids is for a model with an encoder; input_ids is the prompt")
-            _check_left(given)
-            self._check_numbered(given)
-            if given.mask is not None and not self.takes.positions and has_table(self.model):
-                raise WrongValue(
-                    "attention_mask has padding, but model takes no position_ids, so that padding would be counted as "
-                    "positions; give prompts of one length at a time"
-                )
-            return given, None
+        return given
+
+    def _encode(self, ids: Any, mask: Any, begun: Any) -> tuple[Prompt, Source]:
+        """What the decoder begins with, and what the encoder makes; the mask is handed to both, as generate does."""
+        encoder, name = self.model.get_encoder(), self.model.main_input_name
+        takes = signature_of(encoder)
+        name = name if name in takes.names else encoder.main_input_name  # of SpeechEncoderDecoder it is "inputs"
+        given = self._read_input(name, ids, mask)
         begun = self._begin(begun, len(given.ids))
         options: dict[str, Any] = {name: given.ids, "return_dict": True}
         if given.mask is not None:
@@ -226,6 +237,8 @@ class Decoder:
             options |= {name: tokens, "attention_mask": mask}
             if (positions := self._number(tokens, positions, cache)) is not None and self.takes.positions:
                 options["position_ids"] = positions
+        own: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        after = own.get_seq_length() + tokens.shape[1]
         for x in self.checkpointing:  # there is no gradient, and layers that checkpoint would be given no cache
             x.gradient_checkpointing = False
         try:
@@ -233,6 +246,12 @@ class Decoder:
         finally:
             for x in self.checkpointing:
                 x.gradient_checkpointing = True
+        for i, layer in enumerate(own.layers):
+            # Layers for images hold nothing where there is none; what is held must be these tokens, and once.
+            if isinstance(layer, ArrayLayer) and (held := len(layer.arrays[0])) not in (0, after):
+                raise WrongValue(
+                    f"model adds tokens of its own: layer {i} holds {held} after {after}; it cannot branch"
+                )
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
     def _number(self, tokens: Tensor, positions: Tensor | None, cache: Cache) -> Tensor | None:

@@ -43,7 +43,7 @@ def signature_of(model: Any) -> Signature:
 
 def counts_past(function: Any) -> bool:
     """Whether a model's function that numbers positions is told how many tokens there are in the cache."""
-    return any(name.endswith("_length") for name in inspect.signature(function).parameters)
+    return any(name.endswith("length") for name in inspect.signature(function).parameters)
 
 
 def takes_caches_away(model: nn.Module) -> bool:
