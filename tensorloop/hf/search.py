@@ -183,8 +183,6 @@ class _Steps:
     def _run(self, arrays: Any, tokens: Tensor, context: dict[str, Any]) -> Tensor:
         rows, size = tokens.shape
         t = len(arrays[0][0]) - self.before
-        if len(arrays[0][0]) and not all(len(keys) for keys, _ in arrays):
-            raise WrongValue("model has layers that have written no keys (of images that are not given); use rollout()")
         beams = Beams(rows, size, context.get("starts"), self.kinds[0].reads_arrays)
         cache = show_cache(arrays, self.kinds, context.get("source", []), beams)
         mask = positions = source = None

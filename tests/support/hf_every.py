@@ -249,7 +249,7 @@ def ask(case: Case, run: str, attention: str | None) -> Answer:
             worst, where = (off, (row, new)) if not off <= worst else (worst, where)
     except (TypeError, ValueError, RuntimeError, NotImplementedError) as error:
         ours = str(error).startswith(("hf.", "TrainCache", "attn_implementation='tensorloop'"))
-        if not ours and case.mask is None and not model.config.is_encoder_decoder and not _decodes(case):
+        if not ours and not model.config.is_encoder_decoder and not _decodes(case):
             return Answer("not built", f"fails with a DynamicCache too: {str(error)[:90]}")
         return Answer("refused" if ours else "crash", f"{type(error).__name__}: {str(error)[:140]}")
     except Exception as error:
