@@ -134,8 +134,12 @@ _OTHERWISE = {
 }
 
 
-def refuse_otherwise(text: Any) -> None:
-    """Raises where decoding with a cache is not what the model makes of all tokens at once."""
+def refuse_otherwise(model: Any, text: Any) -> None:
+    """Raises where decoding with a cache is not what the model makes of all tokens at once, or keeps a state beside it."""
+    if getattr(model, "_is_stateful", False):
+        raise WrongValue(
+            f"model ({text.model_type}) has a state beside its keys: it cannot branch; use model.generate()"
+        )
     if (why := _OTHERWISE.get(getattr(text, "model_type", ""))) is not None:
         raise WrongValue(f"model ({text.model_type}) decodes with a cache otherwise than in one pass: {why}")
 
@@ -152,7 +156,8 @@ def refuse_capacity(model: Any) -> None:
 
 def shares_keys(config: Any) -> bool:
     """Whether some layers attend to the keys of others and have none (Gemma 3n, Gemma 4)."""
-    return "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+    count = getattr(config, "num_kv_shared_layers", 0)  # before there were modes
+    return bool(count) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
 
 
 def skips_masks(config: Any) -> bool:

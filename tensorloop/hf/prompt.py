@@ -86,9 +86,9 @@ class Decoder:
         if self.takes.cache is None or self.model.get_output_embeddings() is None:
             raise WrongValue(f"model is a {type(model).__name__}, which has no cache of keys or no head for tokens")
         known.refuse_sighted(decoder, self.reads_source)
-        known.refuse_otherwise(self.text)
         self.numbering = find_numbering(decoder)
         self.new_cache()  # refuses what it has no layers for
+        known.refuse_otherwise(self.model, self.text)
         flags: list[Any] = (
             [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)] if model.training else []
         )
