@@ -135,7 +135,7 @@ _OTHERWISE = {
 
 
 def refuse_otherwise(model: Any, text: Any) -> None:
-    """Raises where decoding with a cache is not what the model makes of all tokens at once, or keeps a state beside it."""
+    """Raises where decoding with a cache is not what the model makes of all tokens at once, or has more state."""
     if getattr(model, "_is_stateful", False):
         raise WrongValue(
             f"model ({text.model_type}) has a state beside its keys: it cannot branch; use model.generate()"

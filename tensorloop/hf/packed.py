@@ -183,9 +183,8 @@ def _check_decoder(inner: PreTrainedModel) -> None:
     config = inner.config.get_text_config(decoder=True)
     name = type(inner).__name__
     kinds = set() if inner._is_stateful else {*get_layer_types_and_kwargs(config)[0]} - _KINDS
-    if inner._is_stateful or kinds:
-        has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
-        has = "layers that share the keys of others" if known.shares_keys(config) else has
+    has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state" if inner._is_stateful else ""
+    if has := "layers that share the keys of others" if known.shares_keys(config) else has:
         raise WrongType(f"model {name} has {has}, for which there is no packed form; pad the batch")
     if not inner._supports_attention_backend:
         raise WrongType(f"model {name} attends in a way of its own, which cannot be exchanged; pad the batch")

@@ -115,11 +115,11 @@ class Decoder:
     def new_cache(self) -> TrainCache:
         """A cache that holds nothing."""
         cache = TrainCache(self.config)
+        if known.shares_keys(self.text):
+            raise WrongValue("model has layers that share the keys of others: it cannot branch; use model.generate()")
         for i, layer in enumerate(cache.layers):
             if not isinstance(layer, ArrayLayer):
                 what = f"a layer {i} that is no attention, {type(layer).__name__}"
-                if known.shares_keys(self.text):
-                    what = f"layers that share the keys of others (layer {i} has none of its own)"
                 raise WrongValue(f"model has {what}: it cannot branch; use model.generate()")
             layer.kind.advice.given |= self.advised
         return cache
