@@ -5,7 +5,7 @@ STAMP := .venv/installed
 SITE := .venv-site/bin/python
 SITE_STAMP := .venv-site/installed
 
-.PHONY: demo test test-all test-compiled test-device test-guarded test-lanes fuzz check format bench docs site package clean
+.PHONY: demo test test-all test-compiled test-device test-guarded test-lanes test-newest fuzz check format bench docs site package clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
@@ -44,6 +44,16 @@ test-lanes: $(STAMP)
 	$(PYTEST) --all --lanes $(SEED) tests/compiled $(LOOPS:%=tests/compiler/test_%.py)
 LOOPS := emitter_loops emitter_math emitter_random emitter_team operations
 
+# What uses transformers, with the newest releases that can be had, in a Python of its own: a release of theirs may turn
+# it red, so it is for people and not for CI. NEWEST= pins some: make test-newest NEWEST='transformers peft torch==2.13.0'
+NEWEST ?= transformers peft torch
+NEWER := .venv-newest/bin/python
+test-newest:
+	$(PYTHON) -m venv .venv-newest
+	$(NEWER) -m pip install --quiet --disable-pip-version-check --upgrade --upgrade-strategy eager $(NEWEST) -e '.[dev]'
+	$(NEWER) -m pytest -n logical --maxprocesses 4 --dist worksteal -W 'default:tensorloop.hf was tried:UserWarning' \
+		tests/hf tests/loop tests/packed
+
 # Random loops, compiled and not, for a night: what differs is a find. A run that was stopped goes on; FUZZ= has options
 # (--seed 20000, --out build/more, --guarded). `python tests/fuzz/triage.py` shows the finds in groups.
 PROGRAMS ?= 20000
@@ -80,7 +90,7 @@ package: $(SITE_STAMP)
 	$(SITE) -m twine check --strict build/dist/*
 
 clean:
-	rm -rf .venv .venv-site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
+	rm -rf .venv .venv-newest .venv-site .pytest_cache .ruff_cache .mypy_cache .hypothesis build dist
 	find . -type d -name __pycache__ -prune -exec rm -rf {} +
 
 # The stamp comes last, so that an installation cut short is taken up again.

@@ -5,8 +5,9 @@
     python profiling/hf.py --only turns search    # some kinds of cells; the others stay
 
 Models have four layers of width 128 and 4 heads; four rows, float32. Bytes are those alive after forward that were
-made in it, weights left out. A time is one whole run, forward and backward, or forward alone without gradients; what
-is held against a bound is measured in turns in one process, and is the median of the turns' ratios. `eager`, `sdpa` and
+made in it, weights left out. A time is one whole run, forward and backward, or forward alone without gradients, in
+turns with a DynamicCache's in one process; a ratio is the median of the turns' ratios. "Small Llama" has two layers of
+width 64, where what Python does a step shows most. `eager`, `sdpa` and
 `tensorloop` are attention implementations; `+ layers` and `+ steps` are checkpointed layers (`hf.checkpoint_layers`)
 and steps (`tl.scan(checkpoints=16)`). Searches stand beside `generate`, packed calls beside padded ones, in turns
 as well.
@@ -30,6 +31,7 @@ from script import Result, Script, Target
 MIB = 2**20
 MODELS = ("GPT-2", "Llama", "grouped heads")
 MORE = ("T5", "GPT-2, dropout 0.1", "Llama, padded")
+SMALL = "small Llama"
 WAYS = ("DynamicCache", "sdpa", "tensorloop")
 CHECKPOINTED = ("tensorloop + layers", "tensorloop + steps")
 LENGTHS = {"quick": (4,), "short": (64, 128), "usual": (32, 64, 128, 256)}
@@ -50,9 +52,10 @@ def cells(args: Namespace) -> list[harness.Cell]:
     for model in models:
         ways = (*WAYS, *CHECKPOINTED) if model in MODELS else (WAYS[0], WAYS[2])
         found += [{"kind": "decode", "model": model, "way": way, "steps": n} for n in lengths for way in ways]
-        if model in MODELS:
-            steps = (lengths[-1],) if args.set == "quick" else (lengths[-1], 2 * lengths[-1])
-            found += [{"kind": "turns", "model": model, "steps": n, "turns": TURNS[args.set]} for n in steps]
+        twice = model in MODELS and args.set != "quick"
+        steps = (lengths[-1], 2 * lengths[-1]) if twice else lengths[-1:]
+        found += [{"kind": "turns", "model": model, "steps": n, "turns": TURNS[args.set]} for n in steps]
+    found.append({"kind": "turns", "model": SMALL, "steps": lengths[-1] // 2, "turns": TURNS[args.set]})
     drafts, steps = {"quick": (2, 3), "short": (16, 64), "usual": (ROUNDS_OF_DRAFTS, 64)}[args.set]
     found += [{"kind": "crop", "way": way, "rounds": drafts} for way in WAYS]
     searched, packed = (SEARCHED[:1], PACKED[:1]) if few else (SEARCHED, PACKED)
@@ -89,7 +92,8 @@ def model_of(name: str) -> Any:
         )  # fmt: skip
     else:
         heads = 2 if name == "grouped heads" else 4
-        config = transformers.LlamaConfig(**sizes, num_key_value_heads=heads)
+        few = {"hidden_size": 64, "intermediate_size": 176, "num_hidden_layers": 2} if name == SMALL else {}
+        config = transformers.LlamaConfig(**sizes | few, num_key_value_heads=heads)
     return transformers.AutoModelForCausalLM.from_config(config).train()
 
 
@@ -100,8 +104,10 @@ def decoding(cell: harness.Cell) -> Callable[[], Any]:
 
     import tensorloop as tl
     from tensorloop import hf
+    from tensorloop.hf.signature import signature_of
 
     model, way, steps = model_of(cell["model"]), cell["way"], cell["steps"]
+    called = str(signature_of(model).cache)
     model.set_attn_implementation("sdpa" if way in WAYS[:2] else "tensorloop")
     if way.endswith("layers"):
         hf.checkpoint_layers(model)
@@ -119,12 +125,12 @@ def decoding(cell: harness.Cell) -> Callable[[], Any]:
             states = model.get_encoder()(input_ids=ids[:, :8])
             cache = EncoderDecoderCache(cache, DynamicCache(config=model.config))
             for t in range(steps):
-                given = {"encoder_outputs": states, "past_key_values": cache, "use_cache": True}
+                given = {"encoder_outputs": states, called: cache, "use_cache": True}
                 out.append(model(decoder_input_ids=ids[:, t : t + 1], **given).logits.square().mean())
         elif way.endswith("steps"):
 
             def body(cache: Any, token: Any) -> Any:
-                states = model.base_model(token[:, None], past_key_values=cache, use_cache=True).last_hidden_state
+                states = model.base_model(token[:, None], **{called: cache}, use_cache=True).last_hidden_state
                 return cache, states.square().mean()
 
             return tl.scan(body, cache, ids.T, checkpoints=16)[1].sum()
@@ -132,7 +138,7 @@ def decoding(cell: harness.Cell) -> Callable[[], Any]:
             padded = "padded" in cell["model"]
             for t in range(steps):
                 given = {"attention_mask": mask[:, : t + 1]} if padded else {}
-                states = model.base_model(ids[:, t : t + 1], past_key_values=cache, use_cache=True, **given)
+                states = model.base_model(ids[:, t : t + 1], **{called: cache}, use_cache=True, **given)
                 out.append(states.last_hidden_state.square().mean())
         return torch.stack(out).sum()
 
@@ -145,8 +151,10 @@ def drafting(cell: harness.Cell) -> Callable[[], Any]:
     from transformers import DynamicCache
 
     from tensorloop import hf
+    from tensorloop.hf.signature import signature_of
 
     model = model_of("Llama").double()
+    called = str(signature_of(model).cache)
     model.set_attn_implementation("tensorloop" if cell["way"] == WAYS[2] else "sdpa")
     ids = torch.randint(3, 1000, (4, 3 * cell["rounds"]), generator=torch.Generator().manual_seed(0))
 
@@ -156,7 +164,7 @@ def drafting(cell: harness.Cell) -> Callable[[], Any]:
         out = []
         for i in range(cell["rounds"]):
             drafts = ids[:, 3 * i : 3 * i + 3]
-            states = model.base_model(drafts, past_key_values=cache, use_cache=True).last_hidden_state
+            states = model.base_model(drafts, **{called: cache}, use_cache=True).last_hidden_state
             out.append(states.square().mean())
             cache.crop(-2)
         return torch.stack(out).sum()
@@ -165,9 +173,7 @@ def drafting(cell: harness.Cell) -> Callable[[], Any]:
 
 
 def run_cell(cell: harness.Cell) -> dict[str, Any]:
-    """Bytes held after forward, and seconds of a run with its backward, and without gradients: the best of three."""
-    import torch
-
+    """Bytes held after forward; of drafts also seconds of a run with its backward, the best of three."""
     from tensorloop import memory
 
     if cell["kind"] == "search":
@@ -176,11 +182,10 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
         return hf_packed.time_padding(cell["model"])
     if cell["kind"] == "turns":
         return in_turns(cell)
-    run = decoding(cell) if cell["kind"] == "decode" else drafting(cell)
-    found = {"bytes": memory.saved_bytes(run), "seconds": _fastest(lambda: run().backward())}
-    if cell["way"] in WAYS:
-        found["inference_s"] = _fastest(torch.no_grad()(run))
-    return found
+    if cell["kind"] == "decode":
+        return {"bytes": memory.saved_bytes(decoding(cell))}
+    run = drafting(cell)
+    return {"bytes": memory.saved_bytes(run), "seconds": _fastest(lambda: run().backward())}
 
 
 def in_turns(cell: harness.Cell) -> dict[str, Any]:
@@ -248,19 +253,16 @@ def cells_of(result: Result, kind: str) -> list[harness.Cell]:
 
 
 def section(result: Result, picture: str) -> str:
-    lengths, parts = lengths_of(result), []
-    for key, unit, scale in (("bytes", "MiB", MIB), ("seconds", "s", 1), ("inference_s", "s, without gradients", 1)):
-        rows = []
-        for model in (*MODELS, *MORE):
-            for way in (*WAYS, *CHECKPOINTED):
-                found = [_value(result, key, kind="decode", model=model, way=way, steps=n) for n in lengths]
-                if any(x is not None for x in found):
-                    rows.append([model, way, *("-" if x is None else harness.digits(x / scale) for x in found)])
-        parts.append(harness.table([unit, "", *(f"T = {n}" for n in lengths)], rows))
-    parts.append(_turns(result))
+    lengths, rows = lengths_of(result), []
+    for model in (*MODELS, *MORE):
+        for way in (*WAYS, *CHECKPOINTED):
+            found = [_value(result, "bytes", kind="decode", model=model, way=way, steps=n) for n in lengths]
+            if any(x is not None for x in found):
+                rows.append([model, way, *("-" if x is None else harness.digits(x / MIB) for x in found)])
+    held = harness.table(["MiB", "", *(f"T = {n}" for n in lengths)], rows)
     crops = [[way, *(_crop(result, way))] for way in WAYS]
-    parts.append(harness.table(["draft three, take back two", "MiB", "s"], crops))
-    return "\n\n".join([*parts, f"![Bytes held by the number of steps]({picture})"])
+    drafts = harness.table(["draft three, take back two", "MiB", "s"], crops)
+    return "\n\n".join([held, _turns(result), drafts, f"![Bytes held by the number of steps]({picture})"])
 
 
 def summary(result: Result) -> list[str]:
@@ -275,7 +277,9 @@ def summary(result: Result) -> list[str]:
             f"bytes of `DynamicCache`: {ours} for {theirs}."
         )
     for cell in cells_of(result, "turns"):
-        ratios[f"`DynamicCache`, {cell['model']}, {cell['steps']} steps"] = _value(result, "seconds ratio", **cell)
+        what = f"{cell['model']}, {cell['steps']} steps"
+        ratios[f"`DynamicCache`, {what}"] = _value(result, "seconds ratio", **cell)
+        ratios[f"`DynamicCache`, {what} without gradients"] = _value(result, "inference_s ratio", **cell)
     for cell in cells_of(result, "search"):
         speed = _value(result, "ratio", **cell)
         ratios[f"`generate`, {cell['model']} after {cell['prompt']} tokens"] = 1 / speed if speed else None

@@ -1,12 +1,14 @@
 """A cache for transformers whose gradients cost O(T): `TrainCache`."""
 
 import copy
+import sys
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from types import FrameType
 from typing import Any, Self
 
-from torch import Tensor
+from torch import Tensor, nn
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -18,20 +20,24 @@ from transformers.cache_utils import (
 )
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongIndex, WrongType, WrongValue, named
+from tensorloop._common.errors import Misuse, WrongIndex, WrongType, WrongValue, named
 from tensorloop._common.pytree import register
 from tensorloop.hf.advice import Advice
 from tensorloop.hf.layers import ArrayLayer, Kind
+from tensorloop.hf.signature import takes_caches_away
 from tensorloop.tensor_array import TensorArray
 
+_FRAMES = 8  # from a model's forward to its cache there are no more: masks are made between them
 _OURS = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these, not what is made from them
 
 
 class TrainCache(DynamicCache):
-    """A `past_key_values` to train through: T tokens keep O(T) bytes for backward, where DynamicCache keeps O(T²).
+    """A `cache` of keys to train through: T tokens keep O(T) bytes for backward, where DynamicCache keeps O(T²).
 
         cache = tl.hf.TrainCache(model.config)
-        logits = model(ids, past_key_values=cache).logits  # as often as you like, a token or several at a time
+        logits = model(ids, cache=cache).logits  # as often as you like, a token or several at a time
+
+    transformers before 5.24 calls the keyword `past_key_values`.
 
     Keys and values (B, heads, n, D) are views of arrays with a slot (B, heads, D) a token. Layers of other kinds than
     (sliding, chunked) attention stay transformers' own. It is a pytree whose leaves are the arrays, so loops of
@@ -60,7 +66,7 @@ class TrainCache(DynamicCache):
         ... )
         >>> model = transformers.LlamaForCausalLM(config)
         >>> ids, cache = torch.randint(16, (2, 5)), tl.hf.TrainCache(config)
-        >>> logits = [model(ids[:, t : t + 1], past_key_values=cache).logits for t in range(5)]
+        >>> logits = [model(ids[:, t : t + 1], cache=cache).logits for t in range(5)]
         >>> torch.cat(logits, 1).logsumexp(-1).mean().backward()
     """
 
@@ -106,7 +112,7 @@ class TrainCache(DynamicCache):
             ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
             ... )
             >>> model = transformers.LlamaForCausalLM(config)
-            >>> said = model(torch.tensor([[3, 4, 5]]), use_cache=True).past_key_values
+            >>> said = model(torch.tensor([[3, 4, 5]]), use_cache=True).cache
             >>> tl.hf.TrainCache.of(said, config).get_seq_length()
             3
         """
@@ -173,11 +179,45 @@ class TrainCache(DynamicCache):
             undo()
             raise
 
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens so far in a layer; models ask before they run.
+
+        Args:
+            layer_idx: int, the number of the layer.
+
+        Returns:
+            int.
+
+        Raises:
+            RuntimeError: the model checkpoints its layers in transformers' way, which takes the cache from them.
+        """
+        _refuse_checkpointed(sys._getframe(1))
+        return super().get_seq_length(layer_idx)
+
     def __copy__(self) -> "TrainCache":
         return self.of_layers([_copied(layer) for layer in self.layers])
 
     def __deepcopy__(self, memo: dict[int, Any]) -> "TrainCache":
         return self.of_layers([copy.deepcopy(layer, memo) for layer in self.layers])
+
+
+def _refuse_checkpointed(frame: FrameType | None) -> None:
+    """Raises where the model that asks will not hand the cache to its layers: without a word they would see no past.
+
+    A cache knows no model, and a layer that is checkpointed is called without the cache, so the caller is looked at.
+    """
+    for _ in range(_FRAMES):
+        if frame is None:
+            return
+        asks = frame.f_locals["self"] if frame.f_code.co_varnames[:1] == ("self",) else None
+        if isinstance(asks, nn.Module):
+            if asks.training and getattr(asks, "gradient_checkpointing", False) and takes_caches_away(asks):
+                raise Misuse(
+                    f"TrainCache: {type(asks).__name__} checkpoints its layers in transformers' way, which gives "
+                    "them no cache; undo that (gradient_checkpointing_disable) and call hf.checkpoint_layers(model)"
+                )
+            return
+        frame = frame.f_back
 
 
 def _take_back(cache: Callable[[], TrainCache | None], layer_idx: int, length: int) -> None:

@@ -1,6 +1,6 @@
 """Gradient checkpointing of a model's layers that keeps the cache: `checkpoint_layers`.
 
-transformers takes `past_key_values` away from a layer that is checkpointed, as the recomputation would write its tokens
+transformers takes the cache away from a layer that is checkpointed, as the recomputation would write its tokens
 a second time. Here the recomputation reads what the first run read: values that the cache has anyway.
 """
 
@@ -20,8 +20,6 @@ from tensorloop.hf.attention import stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.tensor_array import TensorArray
-
-_NAMES = ("past_key_values", "layer_past")  # a cache's, in the layers of transformers
 
 
 @named("hf.checkpoint_layers")
@@ -76,7 +74,7 @@ def _run_layer(forward: Callable[..., Any], *args: Any) -> Any:
         return views[-1]
 
     keywords = getattr(forward, "keywords", {})
-    caches = {name: seen(keywords[name]) for name in _NAMES if name in keywords}
+    caches = {name: seen(x) for name, x in keywords.items() if isinstance(x, Cache)}
     places = tuple(seen(x) for x in args)
 
     def run(*given: Any) -> Any:

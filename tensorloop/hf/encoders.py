@@ -7,15 +7,17 @@ from transformers import PreTrainedModel
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop.hf import known
 from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
+from tensorloop.hf.signature import signature_of
 from tensorloop.packed import PackedTensor
 
 
 def is_encoder(model: PreTrainedModel) -> bool:
     """Whether the model has attention, and all of it sees later steps too."""
-    says = [x.is_causal for x in model.modules() if isinstance(getattr(x, "is_causal", None), bool)]
-    return bool(says) and not any(says)
+    says = known.see_later(model)
+    return bool(says) and all(says)
 
 
 def encode(model: nn.Module, inner: PreTrainedModel, x: PackedTensor, options: dict[str, Any]) -> Any:
@@ -30,7 +32,8 @@ def encode(model: nn.Module, inner: PreTrainedModel, x: PackedTensor, options: d
     # What models return takes a packed tensor of no rows for nothing.
     rows = x if len(x.lens) else PackedTensor(x.values, [0])
     copied = copy_for_rows(model, CallRows(rows.dims[0], ATTENTION))
-    out = copied(**{inner.main_input_name: rows}, **options)
+    cached = {"use_cache": False} if "use_cache" in signature_of(inner).names else {}
+    out = copied(**{inner.main_input_name: rows}, **cached, **options)
     found: Any = next((out[key] for key in ("logits", "last_hidden_state") if key in out), None)
     pooled = isinstance(found, Tensor) and found.dim() == 2 and len(found) == len(rows.lens)
     if not pooled and not (isinstance(found, PackedTensor) and len(found.lens) == len(rows.lens)):

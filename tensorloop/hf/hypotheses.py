@@ -80,7 +80,11 @@ class HypothesesLayer(ArrayLayer):
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Keys and values (B * K, heads, n, D) of what the token sees, copied for each hypothesis."""
-        keys, values = (array[self.start :].flatten(1, 2).permute(1, 2, 0, 3) for array in self.arrays)
+        return self._seen(1)
+
+    def _seen(self, new: int) -> tuple[Tensor, Tensor]:
+        first = self.first_seen(new)
+        keys, values = (array[first:].flatten(1, 2).permute(1, 2, 0, 3) for array in self.arrays)
         return keys, values
 
 

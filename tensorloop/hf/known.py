@@ -8,6 +8,7 @@ import sys
 from functools import cache
 from typing import Any
 
+from torch import nn
 from transformers import PreTrainedModel
 
 from tensorloop._common import arguments
@@ -59,6 +60,29 @@ def is_served(config: Any) -> bool:
     return getattr(config, "model_type", None) in _SERVED
 
 
+def see_later(model: nn.Module) -> list[bool]:
+    """Of each module that says so, whether its queries see later tokens; cross attention, and encoders, do."""
+    return [not x.is_causal for x in model.modules() if isinstance(getattr(x, "is_causal", None), bool)]
+
+
+def refuse_sighted(decoder: Any, after_encoder: bool) -> None:
+    """Raises where tokens see those that come later: what was scored is another number with each new one.
+
+    A decoder that follows an encoder is causal unless both its modules and its config deny it: in some (NLLB-MoE) the
+    modules say what is not so, as masks are always made, in others (MVP) the config, which nobody reads.
+    """
+    text = decoder.config.get_text_config(decoder=True)
+    says = see_later(decoder) if skips_masks(decoder.config) else []
+    unset = [name for name in ("is_causal", "is_decoder") if getattr(text, name, True) is False]
+    denied = bool(says) and all(says), bool(unset) and all(says)
+    if "is_causal" in unset or (all(denied) if after_encoder else any(denied)):
+        why = f"its config has {unset[0]}=False" if unset else "its config asks for it"
+        raise WrongValue(
+            f"model has {type(decoder).__name__}, whose tokens see later ones ({why}), so that it cannot generate; "
+            "give a model that was made, and trained, to be causal"
+        )
+
+
 def refuse_unknown(module: Any, options: dict[str, Any], name: str = "tensorloop") -> None:
     """Raises where one of a model's keywords for its attention is not known to change no number."""
     for key, x in options.items():
@@ -101,6 +125,25 @@ def _active_of(model: Any, settings: dict[str, Any]) -> list[str]:
     return list(settings)
 
 
+# `model_type` -> why steps with a cache, transformers' own too, give other numbers than one pass over all tokens.
+_OTHERWISE = {
+    "git": "it counts the tokens of an image that is not given",
+    "moshi": "its layers let tokens beyond the sliding window go, but one pass masks none of them",
+    "prophetnet": "its streams of n-grams are numbered otherwise in steps",
+    "xlm-prophetnet": "its streams of n-grams are numbered otherwise in steps",
+}
+
+
+def refuse_otherwise(model: Any, text: Any) -> None:
+    """Raises where decoding with a cache is not what the model makes of all tokens at once, or has more state."""
+    if getattr(model, "_is_stateful", False):
+        raise WrongValue(
+            f"model ({text.model_type}) has a state beside its keys: it cannot branch; use model.generate()"
+        )
+    if (why := _OTHERWISE.get(getattr(text, "model_type", ""))) is not None:
+        raise WrongValue(f"model ({text.model_type}) decodes with a cache otherwise than in one pass: {why}")
+
+
 def refuse_capacity(model: Any) -> None:
     """Raises where experts take a bounded number of tokens of a call, so that tokens leave others without one."""
     for x in model.modules():
@@ -113,7 +156,8 @@ def refuse_capacity(model: Any) -> None:
 
 def shares_keys(config: Any) -> bool:
     """Whether some layers attend to the keys of others and have none (Gemma 3n, Gemma 4)."""
-    return "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+    count = getattr(config, "num_kv_shared_layers", 0)  # before there were modes
+    return bool(count) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
 
 
 def skips_masks(config: Any) -> bool:

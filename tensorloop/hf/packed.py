@@ -1,6 +1,5 @@
 """Models on ragged batches without padding: `packed_forward`, `completion_logprobs`."""
 
-import inspect
 from functools import partial
 from typing import Any
 
@@ -15,9 +14,10 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.hf import encoders, known
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
+from tensorloop.hf.signature import CACHES, signature_of
 from tensorloop.packed import PackedTensor
 
-_OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "past_key_values", "use_cache", "labels")
+_OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", *CACHES)
 _KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -122,7 +122,7 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
     """Packed logits, or those at `places` (M, V)."""
     inner = _find_model(model)
     if places is None and encoders.is_encoder(inner):
-        _refuse_ours(options)
+        _check_options(inner, options)
         return encoders.encode(model, inner, ids, options)
     _check_decoder(inner)
     _check_ids(ids, "ids")
@@ -133,8 +133,7 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
         none = _forward(model, one, options, None).values[:0]
         return PackedTensor(none, ids.dims[0]) if places is None else none
     rows = CallRows(ids.dims[0])
-    takes = inspect.signature(inner.forward).parameters
-    chosen = places is not None and "logits_to_keep" in takes
+    chosen = places is not None and "logits_to_keep" in signature_of(inner).names
     if chosen:
         options = {**options, "logits_to_keep": places}
     copied = copy_for_rows(model, rows)
@@ -184,13 +183,12 @@ def _check_decoder(inner: PreTrainedModel) -> None:
     config = inner.config.get_text_config(decoder=True)
     name = type(inner).__name__
     kinds = set() if inner._is_stateful else {*get_layer_types_and_kwargs(config)[0]} - _KINDS
-    if inner._is_stateful or kinds:
-        has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state"
-        has = "layers that share the keys of others" if known.shares_keys(config) else has
+    has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state" if inner._is_stateful else ""
+    if has := "layers that share the keys of others" if known.shares_keys(config) else has:
         raise WrongType(f"model {name} has {has}, for which there is no packed form; pad the batch")
     if not inner._supports_attention_backend:
         raise WrongType(f"model {name} attends in a way of its own, which cannot be exchanged; pad the batch")
-    if "position_ids" not in inspect.signature(inner.forward).parameters:
+    if not signature_of(inner).positions:
         raise WrongType(f"model {name} takes no position_ids, so that rows cannot have their own; pad the batch")
 
 
@@ -205,14 +203,20 @@ def _check_ids(ids: Any, what: str) -> None:
         raise WrongValue(f"{what} must be (B, T*), got elements of shape {tuple(ids.values.shape[1:])}")
 
 
-def _refuse_ours(options: dict[str, Any]) -> None:
-    for name in _OURS:
-        if name in options:
+def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
+    """Refuses what would be dropped."""
+    takes = signature_of(model).names
+    for name, x in options.items():
+        if name in _OURS:
             raise WrongValue(f"{name} cannot be given: the rows of ids say which tokens there are")
+        if name in ("logits_to_keep", "return_dict") or (name.startswith("output_") and x):
+            raise WrongValue(f"{name} cannot be given: what is returned are the logits of all tokens and nothing else")
+        if name not in takes and x is not None:
+            known.refuse_unknown(model, {name: x}, "hf.packed_forward")
 
 
 def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], numbering: Numbering | None) -> None:
-    _refuse_ours(options)
+    _check_options(model, options)
     devices = {x.device for x in model.parameters()}
     if devices != {ids.device}:
         where = " and ".join(sorted(map(str, devices)))

@@ -1,6 +1,5 @@
 """Which positions tokens have, and how many there are: as many as a config names, or, with rotary ones, any number."""
 
-import inspect
 import re
 from typing import Any, NamedTuple
 
@@ -8,6 +7,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorloop._common.errors import WrongValue
+from tensorloop.hf.signature import counts_past
 from tensorloop.packed import PackedTensor
 
 _NAMES = ("max_position_embeddings", "max_target_positions")
@@ -51,7 +51,7 @@ def find_numbering(model: nn.Module) -> Numbering | None:
                     f"model has {name}, which numbers tokens from its padding_idx; set config.pad_token_id"
                 )
             embedded: Any = getattr(x, "create_position_ids_from_inputs_embeds", None)
-            forgets = embedded is not None and "past_key_values_length" not in inspect.signature(embedded).parameters
+            forgets = embedded is not None and not counts_past(embedded)
             learned = isinstance(getattr(x, "position_embeddings", None), nn.Embedding)
             return Numbering(padding, padding + 1 if learned else 0, forgets)
     return None

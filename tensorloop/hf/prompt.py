@@ -1,13 +1,11 @@
 """Models and their prompts, as searches and rollouts take them: what is refused, and how a model is called."""
 
-import inspect
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
-from transformers.modeling_outputs import BaseModelOutput
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
@@ -15,6 +13,9 @@ from tensorloop.hf import known
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.positions import Positions, config_positions, find_numbering, find_positions, has_table, is_rotary
+from tensorloop.hf.signature import signature_of
+
+_MASK = ""  # among what a source has by row: no output has a part of this name
 
 
 class Prompt(NamedTuple):
@@ -31,10 +32,24 @@ class Prompt(NamedTuple):
 
 
 class Source(NamedTuple):
-    """An encoder's states (B, S, d), and which of them are no padding."""
+    """What an encoder made: states (B, S, d), and more that has a row for each of the B."""
 
     states: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # of what the encoder was given, which may be of another length than its states
+    more: dict[str, Tensor]
+    kind: Any  # of what it made, a ModelOutput
+
+    def by_row(self) -> dict[str, Tensor]:
+        """All but the states, as a loop carries it."""
+        return self.more if self.mask is None else {**self.more, _MASK: self.mask}
+
+    def of_rows(self, states: Tensor, by_row: dict[str, Tensor]) -> "Source":
+        """The same of other rows."""
+        return self._replace(states=states, mask=by_row.get(_MASK), more={k: by_row[k] for k in self.more})
+
+    def encoded(self) -> Any:
+        """As the model is given it instead of what its encoder read."""
+        return self.kind(last_hidden_state=self.states, **self.more)
 
 
 def count_steps(given: Any, name: str, prompt: Prompt, positions: Positions) -> int | None:
@@ -51,18 +66,14 @@ def count_steps(given: Any, name: str, prompt: Prompt, positions: Positions) -> 
     return steps
 
 
-class _Encoded(BaseModelOutput):
-    """What an encoder makes, of which decoders read the states alone; those with experts pass on what chose these."""
-
-    router_logits = None
-
-
 class Decoder:
     """A model of transformers with a head for tokens."""
 
     def __init__(self, model: Any) -> None:
         if not isinstance(model, nn.Module) or not hasattr(model, "get_output_embeddings"):
             raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
+        if type(model).__name__ == "OptimizedModule":
+            raise WrongType("model is what torch.compile made, which carries no cache of arrays; give the model itself")
         known.refuse_peft(model)
         known.refuse_capacity(model)
         self.model: Any = model
@@ -70,12 +81,19 @@ class Decoder:
         self.config = self.model.config
         self.text = self.config.get_text_config(decoder=True)
         self.reads_source = bool(self.config.is_encoder_decoder)
-        self.numbering = find_numbering(self.model.get_decoder() if self.reads_source else model)
-        base: Any = self.model.get_base_model() if hasattr(model, "get_base_model") else model
-        self.takes = inspect.signature(base.forward).parameters
-        if "past_key_values" not in self.takes or self.model.get_output_embeddings() is None:
-            raise WrongValue(f"model is a {type(base).__name__}, which has no cache of keys or no head for tokens")
-        if model.training and any(getattr(x, "gradient_checkpointing", False) for x in model.modules()):
+        decoder = self.model.get_decoder() if self.reads_source else self.model
+        self.takes = signature_of(model)
+        if self.takes.cache is None or self.model.get_output_embeddings() is None:
+            raise WrongValue(f"model is a {type(model).__name__}, which has no cache of keys or no head for tokens")
+        known.refuse_sighted(decoder, self.reads_source)
+        self.numbering = find_numbering(decoder)
+        self.new_cache()  # refuses what it has no layers for
+        known.refuse_otherwise(self.model, self.text)
+        flags: list[Any] = (
+            [x for x in model.modules() if getattr(x, "gradient_checkpointing", False)] if model.training else []
+        )
+        self.checkpointing = flags
+        if flags and torch.is_grad_enabled() and any(x.requires_grad for x in model.parameters()):
             raise WrongValue(
                 "model checkpoints its layers, and drops its cache for that; disable it and give checkpoints="
             )
@@ -87,7 +105,7 @@ class Decoder:
     @property
     def embedding(self) -> Any:
         """What makes of tokens what the decoder is fed."""
-        if self.numbering is not None and self.numbering.forgets and "position_ids" not in self.takes:
+        if self.numbering is not None and self.numbering.forgets and not self.takes.positions:
             raise WrongValue("model numbers embeddings from the first position whatever is in its cache: feed 'tokens'")
         if self.reads_source:
             decoder = self.model.get_decoder()
@@ -97,36 +115,53 @@ class Decoder:
     def new_cache(self) -> TrainCache:
         """A cache that holds nothing."""
         cache = TrainCache(self.config)
+        if known.shares_keys(self.text):
+            raise WrongValue("model has layers that share the keys of others: it cannot branch; use model.generate()")
         for i, layer in enumerate(cache.layers):
             if not isinstance(layer, ArrayLayer):
                 what = f"a layer {i} that is no attention, {type(layer).__name__}"
-                if known.shares_keys(self.text):
-                    what = f"layers that share the keys of others (layer {i} has none of its own)"
                 raise WrongValue(f"model has {what}: it cannot branch; use model.generate()")
             layer.kind.advice.given |= self.advised
         return cache
 
     def read(self, ids: Any, mask: Any, begun: Any = None) -> tuple[Prompt, Source | None]:
         """A prompt, checked; of an encoder-decoder, what the decoder begins with, and what its encoder makes."""
-        name = self.model.main_input_name
+        if self.reads_source:
+            return self._encode(ids, mask, begun)
+        if begun is not None:
+            raise WrongValue("decoder_input_ids is for a model with an encoder; input_ids is the prompt")
+        given = self._read_input(self.model.main_input_name, ids, mask)
+        _check_left(given)
+        self._check_numbered(given)
+        if given.mask is not None and not self.takes.positions and has_table(self.model):
+            raise WrongValue(
+                "attention_mask has padding, but model takes no position_ids, so that padding would be counted as "
+                "positions; give prompts of one length at a time"
+            )
+        return given, None
+
+    def _read_input(self, name: str, ids: Any, mask: Any) -> Prompt:
         given = _read_prompt(ids, mask) if name == "input_ids" else _read_features(ids, mask, name)
         self._check_place("input_ids", given.ids)
         if name == "input_ids":
             self._check_length(name, given.ids)
-        if not self.reads_source:
-            if begun is not None:
-                raise WrongValue("decoder_input_ids is for a model with an encoder; input_ids is the prompt")
-            _check_left(given)
-            self._check_numbered(given)
-            if given.mask is not None and "position_ids" not in self.takes and has_table(self.model):
-                raise WrongValue(
-                    "attention_mask has padding, but model takes no position_ids, so that padding would be counted as "
-                    "positions; give prompts of one length at a time"
-                )
-            return given, None
+        return given
+
+    def _encode(self, ids: Any, mask: Any, begun: Any) -> tuple[Prompt, Source]:
+        """What the decoder begins with, and what the encoder makes; the mask is handed to both, as generate does."""
+        encoder, name = self.model.get_encoder(), self.model.main_input_name
+        takes = signature_of(encoder)
+        name = name if name in takes.names else encoder.main_input_name  # of SpeechEncoderDecoder it is "inputs"
+        given = self._read_input(name, ids, mask)
         begun = self._begin(begun, len(given.ids))
-        found = self.model.get_encoder()(**{name: given.ids, "attention_mask": given.mask, "return_dict": True})
-        return begun, Source(found[0], given.mask)
+        options: dict[str, Any] = {name: given.ids, "return_dict": True}
+        if given.mask is not None:
+            if not takes.mask or not signature_of(self.model.get_decoder()).source_mask:
+                raise WrongValue("attention_mask has padding, but model reads no mask of its source; leave it out")
+            options["attention_mask"] = given.mask
+        found = encoder(**options)
+        rows = {k: x for k, x in found.items() if isinstance(x, Tensor) and x.dim() and len(x) == len(found[0])}
+        return begun, Source(rows.pop("last_hidden_state"), given.mask, rows, type(found))
 
     def _begin(self, begun: Any, rows: int) -> Prompt:
         """What the decoder of an encoder-decoder begins with."""
@@ -192,17 +227,31 @@ class Decoder:
     ) -> Tensor:
         """(B, V) after the last of `tokens` (B, t), or of embeddings (B, t, d)."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
-        options: dict[str, Any] = {"past_key_values": cache, "use_cache": True, "return_dict": True}
-        if "logits_to_keep" in self.takes:
+        options: dict[str, Any] = {str(self.takes.cache): cache, "use_cache": True, "return_dict": True}
+        if "logits_to_keep" in self.takes.names:
             options["logits_to_keep"] = 1
         if source is not None:
-            encoded = _Encoded(last_hidden_state=source.states)  # pyright: ignore[reportArgumentType]
-            options |= {f"decoder_{name}": tokens, "encoder_outputs": encoded, "attention_mask": source.mask}
+            options |= {f"decoder_{name}": tokens, "encoder_outputs": source.encoded()}
+            options |= {} if source.mask is None else {"attention_mask": source.mask}
         else:
             options |= {name: tokens, "attention_mask": mask}
-            if (positions := self._number(tokens, positions, cache)) is not None and "position_ids" in self.takes:
+            if (positions := self._number(tokens, positions, cache)) is not None and self.takes.positions:
                 options["position_ids"] = positions
-        found = self.model(**options).logits[:, -1]
+        own: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+        after = own.get_seq_length() + tokens.shape[1]
+        for x in self.checkpointing:  # there is no gradient, and layers that checkpoint would be given no cache
+            x.gradient_checkpointing = False
+        try:
+            found = self.model(**options).logits[:, -1]
+        finally:
+            for x in self.checkpointing:
+                x.gradient_checkpointing = True
+        for i, layer in enumerate(own.layers):
+            # Layers for images hold nothing where there is none; what is held must be these tokens, and once.
+            if isinstance(layer, ArrayLayer) and (held := len(layer.arrays[0])) not in (0, after):
+                raise WrongValue(
+                    f"model adds tokens of its own: layer {i} holds {held} after {after}; it cannot branch"
+                )
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
     def _number(self, tokens: Tensor, positions: Tensor | None, cache: Cache) -> Tensor | None:
@@ -234,9 +283,10 @@ def _read_features(features: Any, mask: Any, name: str) -> Prompt:
         )
     if features.dim() < 2 or not len(features):
         raise WrongValue(f"input_ids must be the {name} of model with a row, got {tuple(features.shape)}")
-    if mask is not None:
-        raise WrongValue(f"attention_mask goes with tokens, but model reads {name}; leave it out")
-    return Prompt(features, None)
+    seen = _read_mask(mask, features, features.shape[1:])
+    if seen is not None and bool((~seen[:, :-1] & seen[:, 1:]).any()):
+        raise WrongValue(f"attention_mask has a 1 after a 0; pad {name} at the end, as models count them")
+    return Prompt(features, seen)
 
 
 def _read_prompt(ids: Any, mask: Any, name: str = "input_ids") -> Prompt:
@@ -244,12 +294,18 @@ def _read_prompt(ids: Any, mask: Any, name: str = "input_ids") -> Prompt:
         raise WrongType(f"{name} must be a tensor of integers (B, P), got {arguments.describe(ids)}")
     if ids.dim() != 2 or not ids.shape[1] or not ids.shape[0]:
         raise WrongValue(f"{name} must be (B, P) with a row and a token, got {tuple(ids.shape)}")
+    return Prompt(ids, _read_mask(mask, ids, ids.shape[1:]))
+
+
+def _read_mask(mask: Any, ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
+    """(B, P) bool of a mask for `ids`, where P is one of these; None where it has no padding."""
     if mask is None:
-        return Prompt(ids, None)
+        return None
     if not isinstance(mask, Tensor):
         raise WrongType(f"attention_mask must be a tensor (B, P), got {arguments.describe(mask)}")
-    if mask.shape != ids.shape:
-        raise WrongValue(f"attention_mask must be {tuple(ids.shape)} as input_ids is, got {tuple(mask.shape)}")
+    if mask.dim() != 2 or len(mask) != len(ids) or mask.shape[1] not in lengths:
+        wanted = " or ".join(str((len(ids), n)) for n in lengths)
+        raise WrongValue(f"attention_mask must be {wanted} as input_ids is, got {tuple(mask.shape)}")
     if mask.device != ids.device:
         raise WrongValue(f"attention_mask is on {mask.device}, input_ids is on {ids.device}; move it with .to()")
     seen = mask.bool()
@@ -257,7 +313,7 @@ def _read_prompt(ids: Any, mask: Any, name: str = "input_ids") -> Prompt:
         raise WrongValue("attention_mask must be of zeros and ones: 0 for padding")
     if not bool(seen.any(1).all()):
         raise WrongValue(f"attention_mask sees no token of row {int((~seen.any(1)).nonzero()[0, 0])}")
-    return Prompt(ids, None if bool(seen.all()) else seen)
+    return None if bool(seen.all()) else seen
 
 
 def _check_left(prompt: Prompt) -> None:

@@ -276,9 +276,8 @@ class _Rollouts:
         self.kind = Kind(decoder.text)
         if source is not None and cross is not None:
             keys = [(x.keys, x.values) for x in cross.layers]  # pyright: ignore[reportAttributeAccessIssue]
-            self.context |= {"source": keys, "states": source.states}
-            if source.mask is not None:
-                self.context["seen"] = source.mask
+            self.source = source
+            self.context |= {"source": keys, "states": source.states, "told": source.by_row()}
 
     def step(self, carry: _Carry, context: dict[str, Any]) -> _Carry:
         """One token of each row."""
@@ -305,7 +304,7 @@ class _Rollouts:
             return own, None
         cross: Any = [SourceLayer(keys, values, 1, self.kind.reads_arrays) for keys, values in context["source"]]
         both = EncoderDecoderCache(own, TrainCache.of_layers(cross))
-        return both, Source(context["states"], context.get("seen"))
+        return both, self.source.of_rows(context["states"], context["told"])
 
     def _feed(self, token: Tensor, log_probs: Tensor, like: Tensor) -> Tensor:
         if self.table is None:

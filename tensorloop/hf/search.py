@@ -156,10 +156,9 @@ class _Steps:
             last = prompt.mask.sum(1) - 1
             self.context |= {"mask": prompt.mask, "last": last, "starts": self.before - last}
         if source is not None and cross is not None:
-            self.width = source.states.shape[2:]
+            self.source = source
             self.context["source"] = [(x.keys, x.values) for x in cross.layers]  # pyright: ignore[reportAttributeAccessIssue]
-            everything = source.states.new_ones(source.states.shape[:2], dtype=torch.bool)
-            self.context["seen"] = everything if source.mask is None else source.mask
+            self.context["told"] = source.by_row()
         if processor:
             self.context["prompt"] = prompt.ids
         layers = [layer for layer in own.layers if isinstance(layer, ArrayLayer)]
@@ -192,9 +191,9 @@ class _Steps:
             positions = (context["last"] + t).repeat_interleave(size)[:, None]
         if "source" in context:
             # The keys are there: of the states themselves only the shape is asked for.
-            seen = context["seen"].repeat_interleave(size, 0)
+            told = {name: x.repeat_interleave(size, 0) for name, x in context["told"].items()}
             nothing = context["source"][0][0].new_zeros(())
-            source = Source(nothing.expand(*seen.shape, *self.width), seen)
+            source = self.source.of_rows(nothing.expand(rows * size, *self.source.states.shape[1:]), told)
         logits = self.decoder.logits(tokens.reshape(-1, 1), mask, positions, cache, source)
         return logits.log_softmax(-1).view(rows, size, -1)
 

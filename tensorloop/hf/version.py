@@ -1,5 +1,7 @@
 """Which versions of transformers this room knows; looked at before anything of theirs is used."""
 
+import warnings
+
 try:
     import transformers
     from transformers import cache_utils
@@ -10,7 +12,7 @@ except ModuleNotFoundError as error:
         "tensorloop.hf needs transformers: pip install 'tensorloop[hf]'", name="transformers"
     ) from None
 
-OLDEST, NEWEST = (5, 20), (5, 23)  # that the tests have run with
+OLDEST, NEWEST = (5, 20), (5, 24)  # that the tests have run with
 _USED = (
     *("Cache", "CacheLayerMixin", "DynamicCache", "DynamicLayer", "DynamicSlidingWindowLayer", "EncoderDecoderCache"),
     *("DYNAMIC_LAYER_TYPE_MAPPING", "get_layer_types_and_kwargs"),
@@ -22,7 +24,8 @@ _METHODS = {"get_mask_sizes", "get_max_length", "get_seq_length", "lazy_initiali
 def check_version() -> None:
     """Raises ImportError where transformers is too old, or has another kind of caches."""
     got = transformers.__version__
-    if tuple(map(int, got.split(".")[:2])) < OLDEST:
+    version = tuple(map(int, got.split(".")[:2]))
+    if version < OLDEST:
         raise ImportError(
             f"tensorloop.hf needs transformers {_said(OLDEST)} or newer, got {got}: pip install -U transformers"
         )
@@ -33,6 +36,12 @@ def check_version() -> None:
         raise ImportError(
             f"tensorloop.hf does not know the caches of transformers {got}, which has {what}: install a version from "
             f"{_said(OLDEST)} to {_said(NEWEST)}"
+        )
+    if version > NEWEST:
+        warnings.warn(
+            f"tensorloop.hf was tried with transformers {_said(OLDEST)} to {_said(NEWEST)}, and {got} is installed: "
+            "look for a newer tensorloop, or compare with model.generate()",
+            stacklevel=2,
         )
 
 

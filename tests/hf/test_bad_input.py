@@ -10,7 +10,7 @@ from torch import Tensor
 
 from tensorloop import hf
 from tensorloop.hf import version
-from tests.support.hf_models import VOCABULARY, decode, model_of
+from tests.support.hf_models import CACHE, VOCABULARY, decode, model_of
 from tests.support.hf_prompts import build, prompts
 
 SMALL: dict[str, Any] = {"vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
@@ -83,7 +83,7 @@ def test_a_model_whose_layers_are_no_attention() -> None:
     settings = transformers.MambaConfig(vocab_size=41, hidden_size=16, num_hidden_layers=2, state_size=4)
     model = transformers.MambaForCausalLM(settings).eval()
     for run in (lambda: hf.beam_search(model, ids_of(), beam_size=2), lambda: hf.rollout(model, ids_of())):
-        with pytest.raises(ValueError, match=r"model is a MambaForCausalLM, which has no cache of keys"):
+        with pytest.raises(ValueError, match=r"MambaForCausalLM, which has no cache of keys|a layer 0 that is no att"):
             run()
 
 
@@ -91,7 +91,7 @@ def test_use_cache_is_not_what_decides() -> None:
     """A cache that is given is used; a search and a rollout always have one."""
     model, ids = model_of("llama", "tensorloop"), ids_of()
     cache: Any = hf.TrainCache(model.config)
-    got = torch.cat([model(ids[:, t : t + 1], past_key_values=cache, use_cache=False).logits for t in range(5)], 1)
+    got = torch.cat([model(ids[:, t : t + 1], **{CACHE: cache}, use_cache=False).logits for t in range(5)], 1)
     torch.testing.assert_close(got, model(ids, use_cache=False).logits)
     expected = hf.beam_search(model.eval(), ids, beam_size=2, max_steps=3, eos_token_id=[]).scores
     model.config.use_cache = False
@@ -115,8 +115,13 @@ def test_versions_that_are_not_known(monkeypatch: pytest.MonkeyPatch) -> None:
     with monkeypatch.context() as changed:
         more = frozenset({*version.cache_utils.CacheLayerMixin.__abstractmethods__, "fold"})
         changed.setattr(version.cache_utils.CacheLayerMixin, "__abstractmethods__", more)
-        with pytest.raises(ImportError, match=r"which has layers with fold: install a version from 5.20 to 5.23"):
+        with pytest.raises(ImportError, match=r"which has layers with fold: install a version from 5.20 to 5.24"):
             version.check_version()
+    with monkeypatch.context() as changed:
+        changed.setattr(version.transformers, "__version__", "5.99.0.dev0")
+        with pytest.warns(UserWarning, match=r"with transformers 5.20 to 5.24, and 5.99.0.dev0 is installed") as said:
+            version.check_version()
+        assert "\n" not in str(said[0].message)
 
 
 # -- prompts and masks
@@ -156,7 +161,7 @@ def test_a_mask_that_does_not_fit_leaves_the_cache_as_it_was(shape: tuple[int, .
     decode(model, cache, ids[:, :3])
     bad = torch.ones(shape, dtype=torch.bool)
     with pytest.raises(ValueError, match=r"attention_mask of shape .* does not fit: attention of 1 tokens sees 4"):
-        model(ids[:, 3:4], past_key_values=cache, attention_mask=bad)
+        model(ids[:, 3:4], **{CACHE: cache}, attention_mask=bad)
     assert [len(layer.arrays[0]) for layer in cache.layers] == [3, 3]
     got = decode(model, cache, ids[:, 3:])
     torch.testing.assert_close(got, model(ids, use_cache=False).logits[:, 3:])
@@ -203,10 +208,9 @@ def test_features_that_are_none() -> None:
     for given, said in (
         ((ids_of(),), r"input_ids must be the input_features of model, a tensor of floats \(B, ...\)"),
         ((features[:0],), "input_ids must be the input_features of model with a row"),
-        (
-            (features, torch.ones(2, 16)),
-            "attention_mask goes with tokens, but model reads input_features",
-        ),
+        ((features, torch.arange(16) < torch.tensor([[16], [9]])), "but model reads no mask of its source; leave it o"),
+        ((features, torch.arange(16) > torch.tensor([[-1], [9]])), "a 1 after a 0; pad input_features at the end"),
+        ((features, torch.ones(2, 9)), r"attention_mask must be \(2, 4\) or \(2, 16\) as input_ids is, got \(2, 9\)"),
     ):
         with pytest.raises((TypeError, ValueError), match=said):
             hf.beam_search(model, *given, beam_size=2)
@@ -313,7 +317,7 @@ def test_what_a_cache_is_told() -> None:
     cache, one = hf.TrainCache(model.config), torch.ones(1, 4, 1, 4)
     with pytest.raises(IndexError, match=r"TrainCache.update: layer_idx is 9, but the config has \d layers"):
         cache.update(one, one, 9)
-    model(ids_of(), past_key_values=cache)
+    model(ids_of(), **{CACHE: cache})
     with pytest.raises(TypeError, match=r"TrainCache.crop: the number of tokens to remove must be an int, got 'a'"):
         cache.crop("a")  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"hf.checkpoint_layers: enabled must be True or False, got str 'yes'"):

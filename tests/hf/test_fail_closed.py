@@ -12,7 +12,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 import tensorloop as tl
 from tensorloop import hf
-from tests.support.hf_models import decode, gradients, model_of
+from tests.support.hf_models import CACHE, decode, gradients, model_of
 from tests.support.hf_odd_models import odd
 from tests.support.hf_prompts import build, prompts
 
@@ -92,7 +92,7 @@ def test_models_that_ask_for_more_are_refused_by_name(kind: str, said: str) -> N
     model = odd(kind)
     cache = hf.TrainCache(model.config)
     with pytest.raises(ValueError, match=f"^attn_implementation='tensorloop': {said}"):
-        model(ids_of(), past_key_values=cache)
+        model(ids_of(), **{CACHE: cache})
     ours: list[Any] = [layer for layer in cache.layers if hasattr(layer, "arrays")]
     assert not any(layer.get_seq_length() for layer in ours)
     said = said if ours else "model has a layer 0 that is no attention, DynamicIndexedLayer"
@@ -116,8 +116,8 @@ def test_keywords_that_are_not_known_are_refused(given: dict[str, Any], said: st
     model, rows = model_of("llama", "tensorloop"), packed(4, 5)
     for cache in (hf.TrainCache(model.config), None):
         with pytest.raises(ValueError, match=said):
-            model(ids_of(), past_key_values=cache, use_cache=False, **given)
-    with pytest.raises(ValueError, match=said.replace("'tensorloop'", "'hf.packed_forward'")):
+            model(ids_of(), **{CACHE: cache}, use_cache=False, **given)
+    with pytest.raises(ValueError, match=rf"packed_forward: .*{next(iter(given))}=.*, which"):
         hf.packed_forward(model, rows, **given)
     idle: dict[str, Any] = {"num_items_in_batch": 3, "sinks": None, "ignore_index": 5, "reduction": "sum"}
     idle |= {"shift_labels": ids_of(), "labels": ids_of(), "token_type_ids": torch.zeros(2, 9, dtype=torch.int64)}
@@ -157,7 +157,7 @@ def test_a_decoder_that_says_it_is_not_causal_sees_no_later_token() -> None:
     states = model.get_encoder()(source)
     pair = transformers.EncoderDecoderCache(hf.TrainCache(config), transformers.DynamicCache())
     steps = [
-        model(decoder_input_ids=ids[:, i:j], encoder_outputs=states, past_key_values=pair).logits
+        model(decoder_input_ids=ids[:, i:j], encoder_outputs=states, **{CACHE: pair}).logits
         for i, j in ((0, 4), (4, 6))
     ]
     torch.testing.assert_close(torch.cat(steps, 1), found[0], rtol=1e-5, atol=1e-5)

@@ -9,6 +9,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import hf
+from tests.support.hf_models import CACHE
 from tests.support.hf_prompts import ENDS, KINDS, build, force, prompts
 
 
@@ -57,7 +58,7 @@ def plain(model: Any, ids: Tensor, mask: Tensor, steps: int, feed: str) -> Tenso
     given, total = model.get_input_embeddings()(ids), torch.zeros(len(ids), dtype=torch.float64)
     for _ in range(steps):
         positions = (mask.cumsum(1) - 1).clamp(min=0)[:, -given.shape[1] :]
-        out = model(inputs_embeds=given, attention_mask=mask, position_ids=positions, past_key_values=cache)
+        out = model(inputs_embeds=given, attention_mask=mask, position_ids=positions, **{CACHE: cache})
         log_probs = (2 * out.logits[:, -1]).log_softmax(-1)
         best, token = log_probs.max(1)
         total, expected = total + best, log_probs.exp() @ weight

@@ -10,7 +10,7 @@ from transformers import DynamicCache, EncoderDecoderCache
 
 import tensorloop as tl
 from tensorloop import hf, memory
-from tests.support.hf_models import CONFIGS, PAIRS, VOCABULARY, decode, gradients, model_of
+from tests.support.hf_models import CACHE, CONFIGS, PAIRS, VOCABULARY, decode, gradients, model_of
 
 KINDS = list(CONFIGS)
 ATTENTION = ["sdpa", "tensorloop"]
@@ -53,7 +53,7 @@ def test_encoder_decoders(kind: str, attention: str) -> None:
         cache = EncoderDecoderCache(own, DynamicCache(config=model.config))
         if checkpointed:
             hf.checkpoint_layers(model)
-        given = {"encoder_outputs": states, "past_key_values": cache, "use_cache": True}
+        given = {"encoder_outputs": states, CACHE: cache, "use_cache": True}
         logits = torch.cat([model(decoder_input_ids=ids[:, t : t + 1], **given).logits for t in range(6)], 1)
         found = logits.detach(), gradients(model, logits)
         hf.checkpoint_layers(model, enabled=False)
@@ -74,7 +74,7 @@ def test_a_loop_carries_it(attention: str, checkpoints: int | None) -> None:
     model, ids = model_of("grouped", attention), _ids()
 
     def body(cache: Any, token: Tensor) -> tuple[Any, Tensor]:
-        return cache, model(token[:, None], past_key_values=cache, use_cache=True).logits[:, 0]
+        return cache, model(token[:, None], **{CACHE: cache}, use_cache=True).logits[:, 0]
 
     cache, ys = tl.scan(body, hf.TrainCache(model.config), ids.T, checkpoints=checkpoints)
     true = decode(model, DynamicCache(config=model.config), ids)
@@ -109,7 +109,7 @@ def test_lengths_and_masks_are_those_of_a_dynamic_cache(kind: str) -> None:
     assert caches[1].layers[0].keys is None
     for t in range(ids.shape[1]):
         for cache in caches:
-            model(ids[:, t : t + 1], past_key_values=cache, use_cache=True)
+            model(ids[:, t : t + 1], **{CACHE: cache}, use_cache=True)
         facts = [
             (c.get_seq_length(), [c.get_mask_sizes(n, 0) for n in (1, 3)], c.get_max_length(), c.is_sliding)
             for c in caches
@@ -150,11 +150,11 @@ def test_a_mask_that_is_changed_is_looked_at_again() -> None:
         model.set_attn_implementation(attention)
         mask = torch.ones(4, 4, dtype=torch.bool).tril().expand(2, 1, 4, 4).clone()
         cache = hf.TrainCache(model.config)
-        first = model(ids, attention_mask=mask.clone(), past_key_values=cache).logits
-        used = model(ids, attention_mask=mask, past_key_values=hf.TrainCache(model.config)).logits
+        first = model(ids, attention_mask=mask.clone(), **{CACHE: cache}).logits
+        used = model(ids, attention_mask=mask, **{CACHE: hf.TrainCache(model.config)}).logits
         grads = gradients(model, used) if attention == "sdpa" else None  # before it is changed, as autograd wants
         mask[:, :, 3, 1] = False
-        second = model(ids, attention_mask=mask, past_key_values=hf.TrainCache(model.config)).logits
+        second = model(ids, attention_mask=mask, **{CACHE: hf.TrainCache(model.config)}).logits
         assert not torch.allclose(first[:, 3], second[:, 3])
         found.append((first, second, gradients(model, used) if grads is None else grads))
     _same(found[1][:2], found[0][:2])
@@ -165,7 +165,7 @@ def test_a_mask_that_is_changed_is_looked_at_again() -> None:
 def test_a_filled_cache_and_a_branch(attention: str) -> None:
     model, ids = model_of("grouped", attention), _ids()
     filled = DynamicCache(config=model.config)
-    model(ids[:, :4], past_key_values=filled, use_cache=True)
+    model(ids[:, :4], **{CACHE: filled}, use_cache=True)
     cache = hf.TrainCache.of(filled, model.config)
     assert isinstance(cache, hf.TrainCache)
     twin = copy.copy(cache)
@@ -182,7 +182,7 @@ def test_of_caches_that_are_empty_or_within_their_window(kind: str, tokens: int)
     model, ids = model_of(kind), _ids()
     filled = DynamicCache(config=model.config)
     if tokens:
-        model(ids[:, :tokens], past_key_values=filled, use_cache=True)
+        model(ids[:, :tokens], **{CACHE: filled}, use_cache=True)
     true = decode(model, DynamicCache(config=model.config), ids)[:, tokens:]
     got = decode(model, hf.TrainCache.of(filled, model.config), ids[:, tokens:])
     _same([got], [true])
@@ -192,7 +192,7 @@ def test_of_caches_that_are_empty_or_within_their_window(kind: str, tokens: int)
 def test_of_a_window_that_has_let_tokens_go() -> None:
     model = model_of("mistral")
     filled = DynamicCache(config=model.config)
-    model(_ids(), past_key_values=filled, use_cache=True)
+    model(_ids(), **{CACHE: filled}, use_cache=True)
     with pytest.raises(ValueError, match=r"TrainCache.of: cache has a sliding window that has let tokens go"):
         hf.TrainCache.of(filled, model.config)
 

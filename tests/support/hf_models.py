@@ -1,6 +1,7 @@
 """Small models of transformers, made from their configs, and decoding with them token by token."""
 
 from collections.abc import Callable, Sequence
+from inspect import signature
 from typing import Any
 
 import torch
@@ -8,6 +9,9 @@ import transformers
 from torch import Tensor
 
 VOCABULARY = 41
+# What models call their cache: "past_key_values" before transformers 5.24.
+_TAKES = signature(transformers.LlamaForCausalLM.forward).parameters
+CACHE = "cache" if "cache" in _TAKES else "past_key_values"
 _SIZES: dict[str, Any] = {
     "vocab_size": VOCABULARY,
     "hidden_size": 16,
@@ -73,7 +77,7 @@ def decode(model: Any, cache: Any, ids: Tensor, mask: Tensor | None = None, chun
         given: dict[str, Any] = {}
         if mask is not None:
             given = {"attention_mask": mask[:, :j], "position_ids": (mask.cumsum(1) - 1).clamp(min=0)[:, i:j]}
-        out.append(model(ids[:, i:j], past_key_values=cache, use_cache=True, **given).logits)
+        out.append(model(ids[:, i:j], use_cache=True, **{CACHE: cache}, **given).logits)
         i = j
     return torch.cat(out, 1)
 
