@@ -24,6 +24,7 @@ from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.known import NOT_READ
 from tensorloop.hf.masks import read
 from tensorloop.hf.packed_views import attend_rows
+from tensorloop.packed.size import longest_of
 from tensorloop.tensor_array import TensorArray
 
 _ARRAYS = "_tensorloop_arrays"  # of stand-ins: (keys, values, the first slot seen, undo: see there, who comes as value)
@@ -224,6 +225,7 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
 
 def mask(*args: Any, config: Any = None, dtype: Any = torch.float32, **options: Any) -> Tensor | None:
     """The mask of a model: for one made for "sdpa" as there, for others numbers to be added, as for "eager"."""
+    options = {name: longest_of(x) for name, x in options.items()}  # packed rows are told by their lens, not by a mask
     if known.skips_masks(config):
         made = sdpa_mask(*args, config=config, dtype=dtype, **options)
     else:

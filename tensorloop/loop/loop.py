@@ -33,6 +33,8 @@ State = list[Any]
 class Loop:
     """A loop about to run, and what it has come to. `length` bounds the steps; None where nobody knows one."""
 
+    steps_alike = True  # whether all steps are given tensors of the same shapes, if no rows leave
+
     def __init__(
         self,
         name: str,

@@ -32,6 +32,7 @@ class PackedSlices(Slices):
     """The entries of packed xs, step by step."""
 
     __slots__ = ("counts", "inverse", "order", "ragged", "starts")
+    steps_alike = False
 
     def __init__(self, xs: Any, length: int | None, dim: int | Dim, reverse: bool) -> None:
         self.ragged = ragged = _common(xs)

@@ -76,6 +76,8 @@ class RowsLoop(Loop):
     `before` is the state before `state`, if there was one.
     """
 
+    steps_alike = False
+
     def __init__(self, loop: Loop, rows: ActiveRows, before: State | None) -> None:
         vars(self).update(vars(loop))
         self.rows, self.before, self.departed_rows = rows, before, []

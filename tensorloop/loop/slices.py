@@ -28,6 +28,8 @@ class Slices:
 
     __slots__ = ("_chunks", "_rows", "_versions", "dim", "length", "ranges", "reverse", "tensors", "tree")
 
+    steps_alike = True  # whether all have the same shapes
+
     def __init__(self, xs: Any, length: int | None, dim: int, reverse: bool) -> None:
         self.dim, self.reverse = dim, reverse
         self.tree = pytree.Tree(xs)

@@ -200,6 +200,11 @@ class RaggedSize(NoNumber):
         return answers[0]
 
 
+def longest_of(n: Any) -> Any:
+    """The number that a ragged size is for the longest row; all else as it is."""
+    return n._dim.max_len if isinstance(n, RaggedSize) else n
+
+
 def pair_rows(dims: Sequence[Dim]) -> list[tuple[int, ...]]:
     """The lengths of several dims in each row; where heads are joined with the batch, in each of its rows."""
     count = max(map(len, dims), default=0)

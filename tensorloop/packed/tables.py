@@ -147,14 +147,14 @@ def run_for_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     few = _keeps_beginnings(name, args)
     if needs_grad and name in _CHOOSE and rows.others:
         raise rows.refusal()
-    parts = rows.each(run, rows.others[:1] if few else rows.others)
+    parts = rows.each(run, 1 if few else None)
     args, kwargs = _mapped(lambda x: plain(rows.number(x, rows.longest)), given)
     out = func(*args, **kwargs)
     found = rows.settle(out, out, parts, True) if few else None
     if found is None:
-        parts = rows.each(run, rows.others) if few else parts
+        parts = rows.each(run) if few else parts
         whole = args[0] if in_place else out
-        found = rows.settle(whole, rows.each(run, [rows.longest])[0] if needs_grad else whole, parts, False)
+        found = rows.settle(whole, rows.alone(run, [rows.longest])[0] if needs_grad else whole, parts, False)
     return given[0][0] if in_place and isinstance(out, Tensor) else out if in_place else found
 
 
@@ -179,7 +179,17 @@ class _Rows:
         self.dims, self.rows, self.longest = dims, pair_rows(dims), tuple(dim.max_len for dim in dims)
         self.others = [lens for lens in dict.fromkeys(self.rows) if lens != self.longest]
 
-    def each(self, run: Callable[[tuple[int, ...]], Any], wanted: list[tuple[int, ...]]) -> list[Any]:
+    def each(self, run: Callable[[tuple[int, ...]], Any], first: int | None = None) -> list[Any]:
+        """What rows of the other lengths have alone, or of the `first` of these."""
+        try:
+            return self.alone(run, self.others[:first])
+        except WrongValue:
+            if not any(0 in lens for lens in self.others[:first]):
+                raise
+            self.others = [lens for lens in self.others if 0 not in lens]  # no entry is wrong of a row that has none
+            return self.each(run, first)
+
+    def alone(self, run: Callable[[tuple[int, ...]], Any], wanted: list[tuple[int, ...]]) -> list[Any]:
         """What rows of these lengths have alone."""
         with torch.no_grad():
             try:

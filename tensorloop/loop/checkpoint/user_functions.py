@@ -13,8 +13,6 @@ from tensorloop.loop.effects.judge import Judge
 from tensorloop.loop.effects.notes import StepNotes, Ways
 from tensorloop.loop.known_reads import known_reads, root_of
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.rows_loop import ConditionalLoop
-from tensorloop.loop.rows_scan import UntilLoop
 
 
 class Watched:
@@ -27,8 +25,10 @@ class Watched:
         self.loop, self.root = loop, root_of(loop)
         # Whether all steps go one way, of which nothing is left to see: as those of an earlier loop that was followed.
         self.is_known = known_reads.find(self.root, loop) is not None
-        self._alike = type(loop) in (Loop, ConditionalLoop, UntilLoop) and loop.name != "fori_loop"
-        self._alike &= not (loop.compact or (loop.slices and loop.slices.ranges))
+        self._alike = loop.steps_alike and loop.name != "fori_loop"
+        self._alike &= not loop.compact
+        if loop.slices is not None:
+            self._alike &= loop.slices.steps_alike and not loop.slices.ranges
         self._alike &= all(isinstance(x, (Tensor, type(None))) for x in loop.init)
         self.reads = None if self.is_known else known_reads.reads(self.root, loop)
 
