@@ -89,18 +89,20 @@ _CONTRACTS = {f"compiler.{name}" for name in _SHARED}
 _EMITTER = ("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write")
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
-    "loop.checkpoint": {"loop.advice", "loop.effects", "loop.loop"},
+    "loop.checkpoint": {
+        *("loop.advice", "loop.effects", "loop.known_reads", "loop.loop", "loop.rows_loop", "loop.rows_scan"),
+    },
     "loop.compiled": {
-        *("loop.advice", "loop.loop", "loop.rows_loop", "loop.checkpoint", "loop.effects"),
+        *("loop.advice", "loop.loop", "loop.rows_loop", "loop.checkpoint", "loop.effects", "loop.known_reads"),
         *("loop.compiled.look", "loop.compiled.run"),
     },
     "loop.compiled.look": {
         *("loop.loop", "loop.packed_scan", "loop.slices", "loop.stopped_rows", "loop.checkpoint"),
-        *("loop.compiled.pays", "loop.effects"),
+        *("loop.compiled.pays", "loop.effects", "loop.known_reads"),
     },
     "loop.compiled.run": {
         *("loop.advice", "loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.checkpoint"),
-        *("loop.compiled.pays", "loop.compiled.look", "loop.effects"),
+        *("loop.compiled.pays", "loop.compiled.look", "loop.effects", "loop.known_reads"),
     },
     "loop.compiled.in_graphs": {
         *("loop.outputs", "loop.checkpoint", "loop.compiled.front", "loop.compiled.look", "loop.compiled.run"),
@@ -135,11 +137,11 @@ def _of(room: str, names: str) -> list[str]:
 
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *_of("loop.checkpoint", "adjoint closures dependence in_order leaving named_values node options snapshots"),
+    *_of("loop.checkpoint", "adjoint dependence in_order leaving node options snapshots"),
     *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
     *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
     *_of("loop.compiled.look", "second_look template values_read"),
-    *_of("loop.effects", "caught follow judge known notes"),
+    *_of("loop.effects", "caught fetches follow judge known notes reads"),
     *_of("loop.compiled.run", "array_plan blocks node plan program python_condition results rows_apart stretches"),
     "compiler.graph.core_operations",
     *_of("compiler.emitter.ir", "arrays code failures kernels machine vector_math"),
@@ -422,7 +424,7 @@ def test_the_tables_name_what_there_is() -> None:
             "loop.checkpoint.node",
             "from tensorloop.loop.carry import Carry",
             "loop.checkpoint.node imports loop.carry; of loop loop.checkpoint may import "
-            "['loop.advice', 'loop.effects', 'loop.loop']",
+            "['loop.advice', 'loop.effects', 'loop.known_reads', 'loop.loop', 'loop.rows_loop', 'loop.rows_scan']",
         ),
         (
             "loop.api",

@@ -1,7 +1,10 @@
 """What leads from one value to another, as a step of a loop came to it, and how that is said."""
 
 import sys
+from array import array
+from collections import deque
 from collections.abc import Callable
+from contextvars import ContextVar
 from types import FunctionType
 from typing import Any
 
@@ -123,9 +126,23 @@ def shape(x: Any, key: Any = None) -> Any:
     return tuple(x) if type(x) is dict else len(x)
 
 
-def elements(x: Any, key: Any) -> Any:
-    """What is in a set."""
-    return frozenset(x)
+def elements(x: Any, key: Any = None) -> Any:
+    """What is in a set, or in what is neither a plain dict, list nor tuple: no code of its class runs."""
+    if isinstance(x, (set, frozenset)):
+        return frozenset(filter(_is_plain, set.__iter__(x) if isinstance(x, set) else frozenset.__iter__(x)))
+    if isinstance(x, dict):
+        return tuple((k, y) for k, y in dict.items(x) if _is_plain(k) and _is_plain(y))
+    for kind in (list, tuple, deque):
+        if isinstance(x, kind):
+            return tuple(filter(_is_plain, kind.__iter__(x)))
+    if isinstance(x, ContextVar):
+        return found if _is_plain(found := x.get(None)) else None
+    is_block = isinstance(x, (bytearray, memoryview, array)) or type(x).__name__ == "ndarray"
+    return bytes(x.tobytes() if hasattr(x, "tobytes") else x) if is_block else None
+
+
+def _is_plain(x: Any) -> bool:
+    return isinstance(x, (int, float, complex, str, bytes, type(None)))
 
 
 def parts(module: nn.Module) -> Any:

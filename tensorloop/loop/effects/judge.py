@@ -299,14 +299,19 @@ class Judge(Calls):
     def context(self, frame: types.FrameType, variable: ContextVar[Any], name: str) -> None:
         """Judges a call of a ContextVar, which may be set if it is reset in the same step."""
         if name == "set" and id(variable) not in self._contexts:
+            try:
+                was = variable.get()  # maybe its default, which does as well as no value
+            except LookupError:
+                return self.refuse(frame, "sets a ContextVar that had no value")
             place = known.users(frame)
             effect = Effect("sets a ContextVar and does not reset it", (place.f_code.co_filename, place.f_lineno))
-            self._contexts[id(variable)] = variable, variable.get(GONE), effect
+            self._contexts[id(variable)] = variable, was, effect
+        return None
 
     def finish(self) -> None:
         """The step is over: what had to be as before is so, or is made so and counts as an effect."""
         for variable, was, effect in self._contexts.values():
-            if variable.get(GONE) is not was:
+            if variable.get() is not was:
                 variable.set(was)
                 self.seen = self.seen or effect
 
@@ -398,6 +403,9 @@ class Judge(Calls):
     def identity(self, frame: types.FrameType, _: Any) -> None:
         """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
         a, b = operands(frame, 2)
+        plain = any(type(x) in (bool, type(None)) for x in (a, b))
+        if not plain and any(_stands_for(x) is not None for x in (a, b)):
+            self.refuse(frame, "asks whether a number that the loop gives is the same object")
         if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
             self.refuse(frame, "asks whether two tensors that it was given are the same")
 
@@ -449,9 +457,7 @@ class Judge(Calls):
 
     def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:
         """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
-        stands_for = _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
-        if type(x).__name__ == "NumberRead":
-            stands_for = x.__class__
+        stands_for = _stands_for(x)
         if stands_for is None:
             return
         try:
@@ -471,6 +477,13 @@ class Judge(Calls):
             and kind.__module__ not in ("_thread", "_io")
         ):
             self.refuse(frame, f"enters a {kind.__name__}")
+
+
+def _stands_for(x: Any) -> Any:
+    """The type of the number that something stands for."""
+    if type(x).__name__ == "NumberRead":
+        return x.__class__
+    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
 
 
 def _is_made_above(frame: types.FrameType, name: str) -> bool:

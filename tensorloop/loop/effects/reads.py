@@ -9,6 +9,7 @@ global, an attribute, an item. Tensors may be others with the same shape and dty
 import sys
 import threading
 import weakref
+from collections import deque
 from collections.abc import Callable, Iterable, Sequence
 from functools import partial
 from itertools import chain
@@ -43,6 +44,7 @@ _ASK_KIND = frozenset(
     ]
 )
 _MOST = 256  # elements of a container, nodes of a step
+_SIZED = (list, dict, set, frozenset, tuple, bytearray, memoryview, deque)
 
 
 class _Node(NamedTuple):
@@ -70,7 +72,9 @@ class Reads:
         self._codes: set[int] = set()
         self._held: list[Any] = []  # so that no id comes twice
         for k, root in enumerate(roots):
-            self._add(k, fetches.itself, None, root)
+            at = self._add(k, fetches.itself, None, root)
+            if at is not None and known.in_python(type(root), "__call__"):
+                self._part(at, fetches.attribute, "__call__", root)
 
     def end(self) -> None:
         """The step is over: nothing of it is held."""
@@ -166,6 +170,8 @@ class Reads:
             self.complete &= name not in known.dict_of(owner)
         elif known.is_proxy(kind) or issubclass(kind, threading.local):
             self.complete = False
+            if issubclass(kind, threading.local) and (at := self._numbers.get(id(owner))) is not None:
+                self._part(at, fetches.attribute, name, owner)
         elif kind is super:
             self._inherited(owner, name)
         elif not isinstance(owner, _SCALARS):
@@ -228,8 +234,10 @@ class Reads:
                 self.complete = False
         elif at is None:
             self.complete &= x is not UNKNOWN and is_new(x)
-        else:
-            self.complete &= asks_kind and _is_users(kind) and kind.__weakrefoffset__ != 0
+        elif not (asks_kind and _is_users(kind) and kind.__weakrefoffset__ != 0):
+            self.complete = False
+            if not isinstance(x, _SIZED) or len(x) <= _MOST:
+                self._add(at, fetches.elements, None, fetches.elements(x))
         return None
 
     def module(self, module: nn.Module) -> None:
