@@ -36,7 +36,7 @@ class KnownReads:
         known = self._of.get(root)
         if known is None or not _may_know(loop):
             return None
-        roots = _roots(loop)
+        roots = roots_of(loop)
         return next((step for step in known if step.reads.hold(roots) and _alike(step.trees, loop)), None)
 
     def reads(self, root: Hashable, loop: Loop) -> Reads | None:
@@ -46,14 +46,16 @@ class KnownReads:
         if len(self._noted) >= _MOST:
             self.clear()
         noted = self._noted[root] = self._noted.get(root, 0) + 1
-        return Reads(_roots(loop)) if noted <= _OFTEN or noted % _OFTEN == 0 else None
+        return Reads(roots_of(loop)) if noted <= _OFTEN or noted % _OFTEN == 0 else None
 
     def add(self, root: Hashable, loop: Loop, reads: Reads | None, key: Hashable) -> None:
         """The step was followed, and is one that is compiled."""
         if reads is None:
             return
         reads.end()
-        if reads.complete:
+        if reads.complete and _may_know(loop):
+            if len(self._of) >= _MOST:
+                self.clear()
             self._of.setdefault(root, deque(maxlen=_MOST_OF_ONE)).append(KnownStep(_trees(loop), reads, key))
 
     def clear(self) -> None:
@@ -66,9 +68,11 @@ def _may_know(loop: Loop) -> bool:
     return loop.asked is None and not modes()
 
 
-def _roots(loop: Loop) -> list[Any]:
+def roots_of(loop: Loop) -> list[Any]:
+    """What the functions of a loop begin at, beside tensors."""
     carried = [x for x in loop.init if not isinstance(x, Tensor)]
-    return [*(called.function for called in loop.functions), loop.lower, *carried, *loop.context.leaves]
+    functions = [called.function for called in loop.functions] or [loop.body]
+    return [*functions, loop.lower, *carried, *loop.context.leaves]
 
 
 def _trees(loop: Loop) -> tuple[Tree | None, ...]:
@@ -85,7 +89,7 @@ def _alike(trees: tuple[Tree | None, ...], loop: Loop) -> bool:
     return True
 
 
-def root_of(loop: Loop) -> Hashable:
+def root_of(loop: Loop) -> tuple[Hashable, ...]:
     """What is known of an eager loop before its steps."""
     slices = () if loop.slices is None else loop.slices.tensors
     kinds = [x if x is None else (x.shape, x.dtype, x.requires_grad) for x, _ in slices]

@@ -61,9 +61,10 @@ def test_a_change_in_place_is_refused_and_one_through_data_is_not_seen(which: st
 
 
 @pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
-def test_a_name_bound_to_another_tensor_or_number_is_refused_and_another_number_in_a_list_is_not_seen() -> None:
+def test_another_tensor_or_number_is_refused_and_what_a_pure_function_reads_is_not_seen() -> None:
     w, b, number, numbers = randn(2), torch.ones(2, dtype=torch.float64), 1.0, [1.0]
-    out = looped(lambda i, c: swung(c, w) * b * number * numbers[0])
+    read = tl.loop.pure(lambda: numbers[0])
+    out = looped(lambda i, c: swung(c, w) * b * number * read())
     true = grad(out.sum(), w, retain_graph=True)[0]
     numbers[0] = 2.0
     assert not torch.allclose(grad(out.sum(), w, retain_graph=True)[0], true)
@@ -90,7 +91,8 @@ def test_a_module_set_to_eval_before_backward_is_not_seen() -> None:
 @pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_another_number_of_tensors_is_seen() -> None:
     w, extra = randn(2), list[int]()
-    out = looped(lambda i, c: swung(c + 1 if extra else c, w))
+    is_more = tl.loop.pure(lambda: bool(extra))
+    out = looped(lambda i, c: swung(c + 1 if is_more() else c, w))
     extra.append(1)
     with pytest.raises(RuntimeError, match="did not repeat itself: it made 15 tensors in the forward pass and 16 in"):
         grad(out.sum(), w)

@@ -148,9 +148,10 @@ def test_a_name_bound_to_another_tensor_before_backward_is_an_error(recorded, w,
 @pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_a_step_that_does_not_repeat_itself_is_named(w, x):
     replaying = []
+    is_replay = tl.loop.pure(lambda: bool(replaying))
 
     def body(i, h):
-        return (h @ w).sin().cos() if replaying and i == 2 else (h @ w).sin()
+        return (h @ w).sin().cos() if is_replay() and i == 2 else (h @ w).sin()
 
     h = tl.fori_loop(0, 5, body, x, checkpoints=2)
     replaying.append(1)
@@ -161,7 +162,8 @@ def test_a_step_that_does_not_repeat_itself_is_named(w, x):
 @pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
 def test_a_replay_of_another_shape_is_named(w, x):
     replaying = []
-    h = tl.fori_loop(0, 5, lambda i, h: (h @ w)[:1] if replaying else (h @ w)[:2], x, checkpoints=2)
+    is_replay = tl.loop.pure(lambda: bool(replaying))
+    h = tl.fori_loop(0, 5, lambda i, h: (h @ w)[:1] if is_replay() else (h @ w)[:2], x, checkpoints=2)
     replaying.append(1)
     with pytest.raises(TypeError, match=r"(?s)changed the carry at step .* \+ h: Tensor \(1, 3\)"):
         h.sum().backward()
@@ -206,9 +208,10 @@ def test_autocast_is_set_again(w, x):
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_an_exception_in_a_replay_leaves_everything_usable(error, w, x):
     armed = []
+    is_armed = tl.loop.pure(lambda: bool(armed))
 
     def body(i, h):
-        if armed and i == 3:
+        if is_armed() and i == 3:
             raise error("stop")
         return F.dropout(h @ w, 0.2) + h.sin()
 

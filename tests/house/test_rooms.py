@@ -136,11 +136,11 @@ def _of(room: str, names: str) -> list[str]:
 
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *_of("loop.checkpoint", "adjoint closures dependence in_order leaving named_values node options snapshots"),
+    *_of("loop.checkpoint", "adjoint dependence in_order leaving node options snapshots"),
     *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
     *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
     *_of("loop.compiled.look", "second_look template values_read"),
-    *_of("loop.effects", "caught follow judge known notes reads"),
+    *_of("loop.effects", "caught fetches follow judge known notes reads"),
     *_of("loop.compiled.run", "array_plan blocks node plan program python_condition results rows_apart stretches"),
     "compiler.graph.core_operations",
     *_of("compiler.emitter.ir", "arrays code failures kernels machine vector_math"),

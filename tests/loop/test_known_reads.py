@@ -11,7 +11,7 @@ import threading
 import types
 import warnings
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -432,6 +432,31 @@ def field_of_a_dataclass(count: Count) -> Any:
 def value_of_a_simple_namespace(count: Count) -> Any:
     options = types.SimpleNamespace(on=False)
     return lambda h: count.impure(h) if options.on else h.sin(), lambda: setattr(options, "on", True)
+
+
+class Pair(NamedTuple):
+    on: bool
+    other: int = 0
+
+
+@case
+def field_of_a_named_tuple(count: Count) -> Any:
+    options = Pair(False)
+
+    def change() -> None:
+        nonlocal options
+        options = Pair(True)
+
+    return lambda h: count.impure(h) if options.on else h.sin(), change
+
+
+@case
+def argument_that_a_partial_gets(count: Count) -> Any:
+    def use(h: Tensor, on: bool = False) -> Tensor:
+        return count.impure(h) if on else h.sin()
+
+    fn = functools.partial(use)
+    return lambda h: fn(h), lambda: fn.keywords.update(on=True)
 
 
 @case

@@ -4,7 +4,7 @@ import functools
 import sys
 import types
 from collections.abc import Callable
-from typing import Any
+from typing import Any, NamedTuple
 
 import pytest
 import torch
@@ -15,6 +15,11 @@ from torch.nn import functional as F
 import tensorloop as tl
 from tensorloop.loop.known_reads import known_reads
 from tests.support.loop_cases import randn
+
+
+class Fields(NamedTuple):
+    scale: float
+
 
 Change = Callable[["Cell"], Any]
 W = randn(3, 3, seed=2)
@@ -76,19 +81,18 @@ def bent(slope: float) -> Any:
 
 
 CHANGES: dict[str, tuple[str, str, Change]] = {
-    "partial": ("of_partial", "self.part", lambda x: setattr(x, "part", bent(0.2))),
-    "partial by function": ("of_partial", "self.part", lambda x: setattr(x, "part", lambda h: h)),
-    "bound method": ("of_bound", "self.bound", lambda x: setattr(x, "bound", x.other)),
-    "bound to another": ("of_bound", "self.bound", lambda x: setattr(x, "bound", Cell().eval().bounded)),
-    "module": ("of_module", "self.act", lambda x: setattr(x, "act", nn.Sigmoid())),
-    "other name": ("of_alias", "self.config.scale", lambda x: setattr(x.config, "scale", 2.0)),
-    "other name of self": ("of_itself", "self.config.scale", lambda x: setattr(x.config, "scale", 2.0)),
+    "partial": ("of_partial", "argument negative_slope of self.part", lambda x: setattr(x, "part", bent(0.2))),
+    "partial by function": ("of_partial", "attribute self.part", lambda x: setattr(x, "part", lambda h: h)),
+    "bound method": ("of_bound", "attribute self.bound", lambda x: setattr(x, "bound", x.other)),
+    "bound to another": ("of_bound", "attribute self.bound", lambda x: setattr(x, "bound", Cell().eval().bounded)),
+    "module": ("of_module", "attribute self.act", lambda x: setattr(x, "act", nn.Sigmoid())),
+    "other name": ("of_alias", "attribute self.config.scale", lambda x: setattr(x.config, "scale", 2.0)),
+    "other name of self": ("of_itself", "attribute self.config.scale", lambda x: setattr(x.config, "scale", 2.0)),
 }
 SAME: dict[str, tuple[str, Change]] = {
     "partial": ("of_partial", lambda x: setattr(x, "part", bent(0.1))),
     "bound method": ("of_bound", lambda x: setattr(x, "bound", x.bounded)),
     "module": ("of_module", lambda x: setattr(x, "act", nn.Tanh())),
-    "module that is only asked for": ("of_module", lambda x: setattr(x, "unused", nn.Sigmoid())),
     "attribute that is not read so": ("of_alias", lambda x: setattr(x, "scale", 2.0)),
 }
 
@@ -100,7 +104,41 @@ def test_what_does_something_else_is_refused(how: str) -> None:
     cell = Cell()
     out = looped(getattr(cell, body))
     change(cell)
-    with pytest.raises(RuntimeError, match=f"scan: the attribute {named}, which the body uses, was "):
+    with pytest.raises(RuntimeError, match=f"scan: the {named}, which the body uses, was "):
+        grad(out, W)
+
+
+@pytest.mark.eager_only("a backward does not run the body: what has changed since does not matter")
+@pytest.mark.parametrize("known", [False, True], ids=["followed", "known"])
+@pytest.mark.parametrize("how", ["item", "deep", "length", "keys", "set", "part", "hook", "method", "named tuple"])
+def test_what_containers_and_modules_hold_must_stay(how: str, known: bool) -> None:
+    options: Any = {"a": [1.0], "b": {1}, "c": types.SimpleNamespace(deep=[{"x": 1.0}])}
+    pair, model, cell = types.SimpleNamespace(fields=Fields(1.0)), nn.Sequential(nn.Tanh()), Cell()
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        scale = options["a"][0] * options["c"].deep[0]["x"] + len(options["a"]) + (2 in options["b"])
+        for key in options:
+            scale += len(key)
+        return (model(cell.other(h @ W)) * scale * pair.fields.scale + x,) * 2
+
+    changes: dict[str, tuple[str, Callable[[], Any]]] = {
+        "item": (r"item options\['a'\]\[0\]", lambda: options["a"].__setitem__(0, 2.0)),
+        "deep": (r"item options\['c'\].deep\[0\]\['x'\]", lambda: options["c"].deep[0].update(x=2.0)),
+        "length": (r"length of options\['a'\]", lambda: options["a"].append(1.0)),
+        "keys": ("keys of options", lambda: options.update(d=1)),
+        "set": (r"elements of options\['b'\]", lambda: options["b"].add(2)),
+        "part": ("variable model", lambda: model.append(nn.Tanh())),
+        "hook": ("variable model", lambda: model.register_forward_hook(lambda *given: given[-1] * 2)),
+        "method": ("attribute cell.other", lambda: setattr(cell, "other", torch.tanh)),
+        "named tuple": ("attribute pair.fields.scale", lambda: setattr(pair, "fields", Fields(2.0))),
+    }
+    named, change = changes[how]
+    if known:
+        looped(body)
+    out = looped(body)
+    grad(out, W, retain_graph=True)
+    change()
+    with pytest.raises(RuntimeError, match=f"scan: the {named}, which the body uses, (was|has) "):
         grad(out, W)
 
 
@@ -110,7 +148,7 @@ def test_a_variable_that_is_another_method_is_refused() -> None:
     step: Any = cell.bounded
     out = looped(lambda h, x: (step(h @ W) + x,) * 2)
     step = cell.other
-    with pytest.raises(RuntimeError, match="the variable step, which the body uses, was <bound"):
+    with pytest.raises(RuntimeError, match=r"the variable step, which the body uses, was <function Cell\.bounded"):
         grad(out, W)
 
 
@@ -165,7 +203,8 @@ def test_a_function_made_anew_from_other_values_is_another(kind: str) -> None:
     cell = made(kind, 1.0)
     out = looped(lambda h, x: (cell(h) + x,) * 2)
     cell = made(kind, 2.0)
-    with pytest.raises(RuntimeError, match="the variable cell, which the body uses, was "):
+    named = {"object": "variable called", "configured": r"attribute config\.scale"}.get(kind, "variable scale")
+    with pytest.raises(RuntimeError, match=f"the {named}, which the body uses, was "):
         grad(out, W)
 
 

@@ -165,21 +165,21 @@ def _named_ways() -> dict[str, tuple[Callable[[], Any], Callable[[Any], Any], st
         "enum": (lambda: get(Slots(Mode.SINE)), lambda x: setattr(x, "scale", Mode.COSINE), "attribute x.scale"),
         "named tuple": (*swapped(Fields(), Fields(2.0)), "attribute now.scale"),
         "another object": (*swapped(Slots(), Slots(2.0)), "attribute now.scale"),
-        "property": (lambda: get(Hidden()), lambda x: setattr(x, "inner", 2.0), "attribute self.inner"),
+        "property": (lambda: get(Hidden()), lambda x: setattr(x, "inner", 2.0), "attribute x.inner"),
         "keyword default": (lambda: (keyed, keyed), lambda x: x.__kwdefaults__.update(scale=2.0), "default scale"),
         "partial": (with_partial, key, "argument scale"),
         "partial of a partial": (nested, key, "argument scale"),
         "object in a partial": (lambda: given(Slots()), put, "attribute config.scale"),
-        "training": (whole, nn.Module.eval, "attribute self.training"),
+        "training": (whole, nn.Module.eval, "attribute self.part.training"),
         "config": (
             lambda: (lambda x: (lambda i, c: scaled(c, x.config.scale), x))(Part()),
             lambda x: put(x.config),
             "attribute x.config.scale",
         ),
-        "method": (*of_part(put), "attribute self.scale"),
-        "module in a module": (whole, put, "attribute self.scale"),
+        "method": (*of_part(put), "attribute part.scale"),
+        "module in a module": (whole, put, "attribute self.part.scale"),
         "function": (*acting(), "variable act"),
-        "function of an object": (*of_part(lambda x: setattr(x, "act", torch.cos)), "attribute self.act"),
+        "function of an object": (*of_part(lambda x: setattr(x, "act", torch.cos)), "attribute part.act"),
     }
 
 

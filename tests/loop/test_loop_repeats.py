@@ -299,11 +299,11 @@ def test_a_check_sees_objects_in_the_carry() -> None:
 
 
 def test_a_check_sees_arrays_in_the_carry() -> None:
-    number = [1.0]
+    number, read = [1.0], tl.loop.pure(lambda: number[0])
 
     def body(i: int, carry: Any) -> Any:
         h, past = carry
-        return rotate(h), past.append(h * number[0])
+        return rotate(h), past.append(h * read())
 
     init = randn(2)
     _, past = tl.fori_loop(0, STEPS, body, (init, tl.TensorArray()), checkpoints=tl.Checkpoints(k=2, check=True))

@@ -2,7 +2,7 @@
 
 import gc
 import time
-from types import CodeType
+from collections.abc import Hashable
 
 from torch import Tensor
 
@@ -28,7 +28,7 @@ class HeldTensorWarning(UserWarning):
 
 
 # Bodies, and where their loops stand -> whether what lived on was held, and no cycle that waits for the collector.
-_FOUND: dict[tuple[CodeType | None, UserLine | None], bool] = {}
+_FOUND: dict[tuple[Hashable, UserLine | None], bool] = {}
 _MOMENT_S = 0.05
 
 
@@ -62,7 +62,7 @@ class Leaving:
             use.take_back(mark, part)
 
 
-def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
+def warn(name: str, body: Hashable, leaving: Leaving) -> None:
     """Warns where tensors left.
 
     What takes its time, the collector and a moment for threads that are about to let go of something (those of a
@@ -70,7 +70,7 @@ def warn(name: str, code: CodeType | None, leaving: Leaving) -> None:
     """
     if not (tensors := leaving.tensors()):
         return
-    place = code, user_place()
+    place = body, user_place()
     if place not in _FOUND:
         del tensors
         gc.collect()

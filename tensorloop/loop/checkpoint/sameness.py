@@ -11,6 +11,8 @@ from typing import Any
 
 from torch import Tensor
 
+from tensorloop.loop.effects.notes import contents
+
 _DEEPEST, _MOST = 12, 1000  # beyond, things count as others
 
 
@@ -68,7 +70,7 @@ class _Comparison:
     def _functions(self, a: FunctionType, b: FunctionType) -> bool:
         if not _same_code(a.__code__, b.__code__):
             return False
-        cells = [[_contents(cell) for cell in x.__closure__ or ()] for x in (a, b)]
+        cells = [[contents(cell) for cell in x.__closure__ or ()] for x in (a, b)]
         return (
             self.same((a.__defaults__, a.__kwdefaults__), (b.__defaults__, b.__kwdefaults__))
             and self.same(*cells)
@@ -104,13 +106,3 @@ def _same_code(a: CodeType, b: CodeType) -> bool:
 def _equal(a: Any, b: Any) -> bool:
     """Of constants: 0.0 and -0.0 are two, and so are (1,) and (True,)."""
     return a == b if isinstance(a, frozenset) else repr(a) == repr(b)
-
-
-def _contents(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return _EMPTY
-
-
-_EMPTY = object()

@@ -11,7 +11,6 @@ from tensorloop._torch import graph, transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
-from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.options import Checkpoints
@@ -33,7 +32,6 @@ class Sweep:
         self.steps = Steps(loop, check=checkpoints is not None and checkpoints.check)
         self.loop, self.captures = self.steps.loop, self.steps.captures
         self.snapshots = Snapshots(self.captures, None if checkpoints is None else checkpoints.offload)
-        self.constants = Constants(loop.body)
         self.conditions = Conditions(self.loop, self.captures)
         self.schedule = plan if isinstance(plan, Schedule) else None if plan.k is None else schedule.of(plan.k, length)
         self.draws = False
@@ -65,13 +63,12 @@ class Sweep:
                     raise Misuse(f"the schedule's sweep ended at step {self.loop.taken}, where the loop goes on")
             captures.settle()
             captures.check_versions()
-            self.steps.body.forget()
-            _leaving.warn(self.steps.name, self.constants.code, leaving)
+            self.constants = self.steps.body.forget()
+            _leaving.warn(self.steps.name, self.steps.body.root[1], leaving)
         finally:
             self.conditions.given = (None, None)
             self.steps.let_go()
             captures.end_sweep()
-        self.constants.settle()
         self.draws = captures.rng_state().differs(start)
         return state
 

@@ -6,7 +6,7 @@ from torch import Tensor
 
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
-from tensorloop.loop.checkpoint.closures import Constants
+from tensorloop.loop.checkpoint.constants import Constants
 from tensorloop.loop.checkpoint.snapshots import Snapshots
 from tensorloop.loop.checkpoint.steps import Steps
 from tensorloop.schedule import Schedule
@@ -74,7 +74,7 @@ class SweepResult:
     length: int | None  # what the schedule was told of that beforehand
     schedule: Schedule
     snapshots: Snapshots
-    constants: Constants  # plain values that the body refers to
+    constants: Constants  # what the steps read beside tensors
     draws: bool  # whether random numbers were drawn
     inputs: Inputs
     outputs: list[Output]

@@ -8,10 +8,12 @@ from torch import Tensor
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.checkpoint.constants import Constants
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Judge
 from tensorloop.loop.effects.notes import StepNotes, Ways
-from tensorloop.loop.known_reads import known_reads, root_of
+from tensorloop.loop.effects.reads import Reads
+from tensorloop.loop.known_reads import known_reads, root_of, roots_of
 from tensorloop.loop.loop import Loop
 
 
@@ -24,13 +26,14 @@ class Watched:
         self.notes, self.paths = StepNotes(), Ways()
         self.loop, self.root = loop, root_of(loop)
         # Whether all steps go one way, of which nothing is left to see: as those of an earlier loop that was followed.
-        self.is_known = known_reads.find(self.root, loop) is not None
+        self._earlier = known_reads.find(self.root, loop)
+        self.is_known = self._earlier is not None
         self._alike = loop.steps_alike and loop.name != "fori_loop"
         self._alike &= not loop.compact
         if loop.slices is not None:
             self._alike &= loop.slices.steps_alike and not loop.slices.ranges
         self._alike &= all(isinstance(x, (Tensor, type(None))) for x in loop.init)
-        self.reads = None if self.is_known else known_reads.reads(self.root, loop)
+        self.reads = Reads(roots_of(loop)) if self._earlier is None else self._earlier.reads
 
     def __call__(self, *args: Any) -> Any:
         # No context manager sets and resets these: at every step it would cost as much as all the rest here.
@@ -47,11 +50,14 @@ class Watched:
         finally:
             here.recorder, here.nodes, here.in_library = outer, nodes, in_library
 
-    def forget(self) -> None:
-        """The sweep is over: what its steps have written is no matter any more, and nothing of it is held."""
-        if (self.is_known or self.paths.all_known()) and not (self.notes.wrote() or self.captures.generators):
+    def forget(self) -> Constants:
+        """The sweep is over: what its steps have written is no matter any more. What they read must stay."""
+        seen = self._earlier is None and (self.is_known or self.paths.all_known())
+        if seen and not (self.notes.wrote() or self.captures.generators):
             known_reads.add(self.root, self.loop, self.reads, None)
-        self.notes, self.reads = StepNotes(), None
+        self.reads.end()
+        self.notes = StepNotes()
+        return Constants(self.reads, roots_of(self.loop))
 
     def _followed(self, args: tuple[Any, ...]) -> Any:
         """Runs the body, and refuses what its Python does that a replay would do again, or find changed."""

@@ -14,8 +14,8 @@ from torch import Tensor
 from torch.nn import Module
 
 from tensorloop.compiler.place import HOST
-from tensorloop.loop.checkpoint.named_values import contents
 from tensorloop.loop.compiled.run.plan import Plan
+from tensorloop.loop.effects.notes import contents
 from tensorloop.loop.known_reads import code_of
 from tensorloop.loop.loop import Loop
 

@@ -254,7 +254,7 @@ class Calls:
             return self.attribute(frame, owner, "requires_grad", args[0] if args else True)
         if isinstance(owner, Tensor):
             return self._arguments(frame, "", args) if self.notes is not None else None
-        if self.kept is not None:
+        if self.kept is not None and not (self.notes is not None and name in known.WRITES):
             self.kept.given(name, [owner], self.is_new)
         if isinstance(owner, type):
             if (owner.__module__ or "").partition(".")[0] == "torch" or _is_function(owner):

@@ -21,7 +21,18 @@ from tensorloop._common.user_line import UserLine
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.calls import Calls
 from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, checks_of
-from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, StepNotes, Ways, class_with, home, of_class
+from tensorloop.loop.effects.notes import (
+    CONTENTS,
+    ELEMENTS,
+    GONE,
+    SOME,
+    StepNotes,
+    Ways,
+    class_with,
+    contents,
+    home,
+    of_class,
+)
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands, said
 from tensorloop.loop.effects.reads import Reads
 
@@ -224,7 +235,7 @@ class Judge(Calls):
             if not _is_made_above(frame, name):
                 self.refuse(frame, f"sets {name}, a variable of its closure")
         elif not self.is_new(found):
-            self.stores(frame, found, CONTENTS, _contents(found), value, f"sets {name}, a variable of its closure")
+            self.stores(frame, found, CONTENTS, contents(found), value, f"sets {name}, a variable of its closure")
 
     def store_attr(self, frame: types.FrameType, name: str) -> None:
         """Judges STORE_ATTR."""
@@ -258,7 +269,7 @@ class Judge(Calls):
         if name.startswith("__") and name.endswith("__"):  # which is read where no instruction says so
             self.refuse(frame, what)
         place, key = home(owner, name)
-        was = place.get(key, GONE) if type(place) is dict else _contents(place) if key is CONTENTS else GONE
+        was = place.get(key, GONE) if type(place) is dict else contents(place) if key is CONTENTS else GONE
         self.stores(frame, place, key, of_class(owner, name) if was is GONE else was, value, what)
 
     def store_item(self, frame: types.FrameType, _: Any) -> None:
@@ -328,8 +339,8 @@ class Judge(Calls):
 
     def reads(self, frame: types.FrameType, x: Any, name: Any = SOME, what: str = "") -> None:
         """Judges that a value is read that a step may have written: by default, all elements of a container."""
-        if self.kept is not None and not what and name is SOME:
-            self.kept.whole(x, self.is_new)
+        if not what and name is SOME and (kept := self._noting(x, SOME)) is not None:
+            kept.whole(x, self.is_new)
         if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, *(() if what else (Tensor,)))):
             return
         while type(x) is memoryview:
@@ -339,17 +350,21 @@ class Judge(Calls):
             said_so = what or f"a {type(x).__name__}"
             self.refuse(frame, f"reads {said_so} to which an earlier step has written")
 
+    def _noting(self, owner: Any, name: Any) -> Reads | None:
+        """Who notes that something is read; nobody where the step at hand has written it."""
+        return None if self.notes is not None and self.notes.sets(owner, name) else self.kept
+
     def read_global(self, frame: types.FrameType, name: str) -> None:
         """Judges LOAD_GLOBAL."""
-        if self.kept is not None:
-            self.kept.of_globals(frame, name)
+        if (kept := self._noting(frame.f_globals, name)) is not None:
+            kept.of_globals(frame, name)
         self.reads(frame, frame.f_globals, name, f"the global {name}")
 
     def read_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
         """Judges LOAD_DEREF."""
         found = cell(frame, at[0])
-        if self.kept is not None:
-            self.kept.variable(found, self.is_new)
+        if (kept := self._noting(found, CONTENTS)) is not None:
+            kept.variable(frame, at[1], found, self.is_new)
         self.reads(frame, found, CONTENTS, f"{at[1]}, a variable of its closure,")
 
     def read_attr(self, frame: types.FrameType, name: str) -> None:
@@ -358,8 +373,8 @@ class Judge(Calls):
 
     def attribute_read(self, frame: types.FrameType, owner: Any, name: str) -> None:
         """Judges that an attribute is read, which may be the object's or its class's."""
-        if self.kept is not None:
-            self.kept.attribute(owner, name, self.is_new)
+        if (kept := self._noting(*home(owner, name))) is not None:
+            kept.attribute(owner, name, self.is_new)
         if self.notes is None:
             return
         kind, held = type(owner), known.dict_of(owner)
@@ -393,8 +408,10 @@ class Judge(Calls):
         if makes and not self.is_new(container):
             what = "makes an item of a defaultdict from outside by reading it"
             self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
-        if self.kept is not None:
-            self.kept.item(container, key, self.is_new)
+        if (
+            kept := self._noting(container, key if type(container) is dict and _is_plain(key) else ELEMENTS)
+        ) is not None:
+            kept.item(container, key, self.is_new)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
@@ -485,6 +502,13 @@ def _say_unless_refused(said: Any) -> None:
         _COUNTED["said by"](said)
 
 
+def _stands_for(x: Any) -> Any:
+    """The type of the number that something stands for."""
+    if type(x).__name__ == "NumberRead":
+        return x.__class__
+    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
+
+
 def _is_made_above(frame: types.FrameType, name: str) -> bool:
     """Whether a variable of a closure belongs to a function that runs further up, within the step."""
     outer = frame.f_back
@@ -495,24 +519,10 @@ def _is_made_above(frame: types.FrameType, name: str) -> bool:
     return False
 
 
-def _stands_for(x: Any) -> type | None:
-    """The type of number that something stands for."""
-    if type(x).__name__ == "NumberRead":
-        return x.__class__
-    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
-
-
 def _value_of(variable: ContextVar[Any]) -> Any:
     try:
         return variable.get()
     except LookupError:
-        return GONE
-
-
-def _contents(found: types.CellType) -> Any:
-    try:
-        return found.cell_contents
-    except ValueError:
         return GONE
 
 

@@ -11,7 +11,7 @@ from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import CellType, CodeType, GetSetDescriptorType, MemberDescriptorType
-from typing import Any
+from typing import Any, NamedTuple
 
 from torch import nn
 
@@ -23,7 +23,13 @@ GONE = object()
 
 ELEMENTS, SOME = "its elements", "some of its elements"  # what is written of a container, where no key says which
 CONTENTS = "its contents"  # of a variable of a closure
-_SLOTS = MemberDescriptorType, GetSetDescriptorType
+
+
+class _Fields(NamedTuple):
+    x: Any
+
+
+_SLOTS = MemberDescriptorType, GetSetDescriptorType, type(vars(_Fields)["x"])
 
 
 class StepNotes:
@@ -68,6 +74,11 @@ class StepNotes:
             return True
         self._read.add(key)
         return written is None or written[2]
+
+    def sets(self, owner: Any, name: Any) -> bool:
+        """Whether the step at hand has written it."""
+        written = self._written.get((id(owner), name))
+        return written is not None and written[1] == self.step
 
     def keep_all(self, held: dict[Any, Any]) -> dict[Any, Any]:
         """What an object's attributes were when this was first asked."""
@@ -181,6 +192,14 @@ def home(owner: Any, name: str) -> tuple[Any, Any]:
         places = (held.get(key, {}) for key in ("_parameters", "_buffers", "_modules"))
         return next((place for place in places if name in place), held), name
     return held, name
+
+
+def contents(cell: Any) -> Any:
+    """What a variable of a closure holds."""
+    try:
+        return cell.cell_contents
+    except ValueError:
+        return GONE
 
 
 def class_with(kind: type, name: str) -> type | None:

@@ -9,8 +9,10 @@ global, an attribute, an item. Tensors may be others with the same shape and dty
 import sys
 import threading
 import weakref
-from collections.abc import Callable, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Sequence
 from functools import partial
+from itertools import chain
 from types import BuiltinFunctionType, CodeType, FrameType, FunctionType, MethodDescriptorType, MethodType, ModuleType
 from typing import Any, NamedTuple
 
@@ -19,8 +21,8 @@ from torch import Tensor, nn
 
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.storage import PLAIN as PLAIN_TENSORS
-from tensorloop.loop.effects import known
-from tensorloop.loop.effects.notes import GONE, home, of_class
+from tensorloop.loop.effects import fetches, known
+from tensorloop.loop.effects.notes import GONE, contents
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
@@ -42,6 +44,7 @@ _ASK_KIND = frozenset(
     ]
 )
 _MOST = 256  # elements of a container, nodes of a step
+_SIZED = (list, dict, set, frozenset, tuple, bytearray, memoryview, deque)
 
 
 class _Node(NamedTuple):
@@ -65,14 +68,17 @@ class Reads:
         self._numbers: dict[int, int] = {}  # of what was met, by its id
         self._cells: dict[int, tuple[int, int]] = {}  # a function's number, and which of its variables
         self._globals: dict[int, int] = {}
+        self._of_codes: dict[int, int | None] = {}  # functions by their code, None where there are several
         self._codes: set[int] = set()
         self._held: list[Any] = []  # so that no id comes twice
         for k, root in enumerate(roots):
-            self._add(k, _itself, None, root)
+            at = self._add(k, fetches.itself, None, root)
+            if at is not None and known.in_python(type(root), "__call__"):
+                self._part(at, fetches.attribute, "__call__", root)
 
     def end(self) -> None:
         """The step is over: nothing of it is held."""
-        for held in (self._noted, self._numbers, self._cells, self._globals, self._codes, self._held):
+        for held in (self._noted, self._numbers, self._cells, self._globals, self._of_codes, self._codes, self._held):
             held.clear()
 
     def hold(self, roots: Sequence[Any]) -> bool:
@@ -85,14 +91,65 @@ class Reads:
             values.append(value)
         return True
 
+    # -- what is said about it later
+
+    def plain(self) -> tuple[Any, ...]:
+        """The plain values among it."""
+        return tuple((type(x.expected), x.expected) for x in self._nodes if x.matches in (_is_equal, _is_alike))
+
+    def values(self, roots: Sequence[Any]) -> list[Any]:
+        """What it is now, behind the roots."""
+        values = [*roots]
+        for parent, fetch, key, _, _ in self._nodes:
+            try:
+                values.append(fetch(values[parent], key))
+            except (AttributeError, TypeError, KeyError, IndexError, ValueError):  # what it was fetched from is another
+                values.append(GONE)
+        return values
+
+    def holding(self, values: Sequence[Any]) -> list[bool]:
+        """Which of those values are what they were when they were read, all the way to them."""
+        found = [True] * self._roots
+        for node, value in zip(self._nodes, values[self._roots :], strict=True):
+            found.append(found[node.parent] and self.is_held(len(found), value))
+        return found
+
+    def is_held(self, at: int, value: Any) -> bool:
+        """Whether a value is what it was."""
+        node = self._nodes[at - self._roots]
+        return value is node.expected or node.matches(value, node.expected)
+
+    def is_module(self, at: int) -> bool:
+        """Whether a value is noted for its hooks and parts."""
+        return self._nodes[at - self._roots].matches is _is_same_module
+
+    def said(self, at: int, values: Sequence[Any]) -> tuple[str, str]:
+        """What a value is and how code comes to it: ("attribute", "self.config.scale")."""
+        if at < self._roots:
+            return "argument", "" if isinstance(values[at], (FunctionType, MethodType, partial)) else "self"
+        node = self._nodes[at - self._roots]
+        if node.fetch is fetches.referred:  # unless there is a way to it
+            named = range(self._roots), (k for k, x in enumerate(self._nodes, self._roots) if x.fetch != node.fetch)
+            other = next((k for k in chain(*named) if values[k] is values[at]), None)
+            if other is not None:
+                return self.said(other, values)
+        above = self.said(node.parent, values)
+        return fetches.said(node.fetch, node.key, values[node.parent], values[at], above)
+
     # -- what is read
 
-    def variable(self, cell: Any, is_new: Callable[[Any], bool]) -> None:
+    def variable(self, frame: FrameType, name: str, cell: Any, is_new: Callable[[Any], bool]) -> None:
         """A variable of a closure."""
         at = self._cells.get(id(cell))
         if at is not None:
-            self._add(at[0], _contents, at[1], _contents_of(cell))
-        elif cell is UNKNOWN or not is_new(cell):
+            self._add(at[0], fetches.closure_variable, at[1], contents(cell))
+        elif cell is UNKNOWN:
+            self.complete = False
+            owner = self._of_codes.get(id(frame.f_code))
+            if owner is not None:
+                key = frame.f_code.co_freevars.index(name)
+                self._add(owner, fetches.closure_variable, key, frame.f_locals.get(name, GONE))
+        elif not is_new(cell):
             self.complete = False
 
     def of_globals(self, frame: FrameType, name: str) -> None:
@@ -100,9 +157,9 @@ class Reads:
         value = frame.f_globals.get(name, GONE)
         at = self._globals.get(id(frame.f_globals))
         if at is not None:
-            self._add(at, _global, name, value)
-        elif (module := known.module_of(frame)) in sys.modules and _module_global(None, (module, name)) is value:
-            self._add(0, _module_global, (module, name), value)
+            self._add(at, fetches.global_of, name, value)
+        elif (module := known.module_of(frame)) in sys.modules and fetches.module_global(None, (module, name)) is value:
+            self._add(0, fetches.module_global, (module, name), value)
         else:
             self.complete = False
 
@@ -113,6 +170,8 @@ class Reads:
             self.complete &= name not in known.dict_of(owner)
         elif known.is_proxy(kind) or issubclass(kind, threading.local):
             self.complete = False
+            if issubclass(kind, threading.local) and (at := self._numbers.get(id(owner))) is not None:
+                self._part(at, fetches.attribute, name, owner)
         elif kind is super:
             self.inherited(owner.__thisclass__, owner.__self__, name)
         elif not isinstance(owner, _SCALARS):
@@ -127,7 +186,7 @@ class Reads:
                     return
             if at is None and issubclass(kind, (type, ModuleType)):
                 at = self._constant(owner)
-            self._part(at, _way_to(owner, name), name, owner)
+            self._part(at, fetches.way_to(owner, name), name, owner)
 
     def inherited(self, kind: Any, owner: Any, name: str) -> None:
         """What `super()` means: a method's code is asked for where it begins."""
@@ -151,7 +210,7 @@ class Reads:
             return self.whole(container, is_new)
         at = self._numbers.get(id(container))
         if at is not None or not is_new(container):
-            self._part(at, _item, key, container)
+            self._part(at, fetches.item, key, container)
         return None
 
     def given(self, name: str, args: Sequence[Any], is_new: Callable[[Any], bool]) -> None:
@@ -174,33 +233,35 @@ class Reads:
                 self.complete = False
                 return None
             if at is not None:
-                self._add(at, _shape, None, _shape(x))
+                self._add(at, fetches.shape, None, fetches.shape(x))
             for key, y in x.items() if kind is dict else enumerate(x):
                 if at is not None:
-                    self._add(at, _item, key, y)
+                    self._add(at, fetches.item, key, y)
                 self.whole(y, is_new, asks_kind, depth - 1)
         elif kind in (set, frozenset):
             plain = all(isinstance(y, _SCALARS) for y in x)
             if at is not None and plain:
-                self._add(at, _elements, None, frozenset(x))
+                self._add(at, fetches.elements, None, frozenset(x))
             elif not (plain and is_new(x)):
                 self.complete = False
         elif at is None:
             self.complete &= x is not UNKNOWN and is_new(x)
-        else:
-            self.complete &= asks_kind and _is_users(kind) and kind.__weakrefoffset__ != 0
+        elif not (asks_kind and _is_users(kind) and kind.__weakrefoffset__ != 0):
+            self.complete = False
+            if not isinstance(x, _SIZED) or len(x) <= _MOST:
+                self._add(at, fetches.elements, None, fetches.elements(x))
         return None
 
     def module(self, module: nn.Module) -> None:
         """A module of torch's calls its parts and hooks, which no instruction of the user's shows."""
         for m in module.modules():
             key = weakref.ref(m)
-            if (0, _referred, key) in self._noted:
+            if (0, fetches.referred, key) in self._noted:
                 continue
-            self.complete &= not _hooks(m)
-            self._node(0, _referred, key, m, _is_same_module, tuple(map(id, _parts(m))))
+            self.complete &= not fetches.hooks(m)
+            self._node(0, fetches.referred, key, m, _is_same_module, tuple(map(id, fetches.parts(m))))
             if not known.is_trusted(type(m).__module__ or ""):
-                self._part(self._numbers[id(m)], _way_to(m, "forward"), "forward", m)
+                self._part(self._numbers[id(m)], fetches.way_to(m, "forward"), "forward", m)
 
     def begins(self, frame: FrameType, is_new: Callable[[Any], bool]) -> None:
         """Code of the user's begins: it must be known how whoever called it came to it."""
@@ -212,7 +273,7 @@ class Reads:
             if base is None:  # neither a method nor a property
                 self.complete = False
             elif not is_new(base):
-                self._part(self._constant(base), _attribute, code.co_name, base)
+                self._part(self._constant(base), fetches.attribute, code.co_name, base)
         self.complete &= bool(code.co_flags & 2)
         self._know_codes(code)
 
@@ -226,7 +287,7 @@ class Reads:
 
     def _constant(self, x: Any) -> int | None:
         found = self._numbers.get(id(x))
-        return self._add(0, _referred, weakref.ref(x), x) if found is None else found
+        return self._add(0, fetches.referred, weakref.ref(x), x) if found is None else found
 
     def _add(self, parent: int, fetch: Callable[[Any, Any], Any], key: Any, value: Any) -> int | None:
         found = self._noted.get((parent, fetch, key))
@@ -254,22 +315,35 @@ class Reads:
             self._globals.setdefault(id(x.__globals__), at)
             self._cells |= {id(cell): (at, i) for i, cell in enumerate(x.__closure__ or ())}
             self._held += x.__closure__ or ()
-            for name in ("__defaults__", "__kwdefaults__"):
-                if (given := getattr(x, name)) and (inner := self._add(at, _slot, name, given)) is not None:
-                    for key, y in given.items() if type(given) is dict else enumerate(given):
-                        self._add(inner, _item, key, y)
-        elif isinstance(x, (MethodType, partial, staticmethod, classmethod, property)):
-            names = {partial: ("func", "args", "keywords"), property: ("fget",), MethodType: ("__func__", "__self__")}
-            for name in names.get(type(x), ("__func__",)):
-                self._add(at, _slot, name, getattr(x, name))
+            self._of_codes[id(x.__code__)] = None if id(x.__code__) in self._of_codes else at
+            code, given = x.__code__, len(x.__defaults__ or ())
+            for name in (*code.co_varnames[code.co_argcount - given : code.co_argcount], *(x.__kwdefaults__ or ())):
+                self._add(at, fetches.default, name, fetches.default(x, name))
+            if _is_ours(x):
+                self._open_ours(at, fetches.closure_variable, enumerate(map(contents, x.__closure__ or ())))
+        elif isinstance(x, (MethodType, staticmethod, classmethod, property)):
+            for name in {property: ("fget",), MethodType: ("__func__", "__self__")}.get(type(x), ("__func__",)):
+                self._add(at, fetches.slot, name, getattr(x, name))
+        elif isinstance(x, partial):
+            self._add(at, fetches.slot, "func", x.func)
+            self._add(at, fetches.given, None, fetches.given(x))
+            for key in (*range(len(x.args)), *x.keywords):
+                self._add(at, fetches.argument, key, fetches.argument(x, key))
         elif type(x) is tuple:
             for key, y in enumerate(x):
-                self._add(at, _item, key, y)
-        elif type(x) is dict and type(self._nodes[at - self._roots].key) is str:  # keywords of a partial
-            for key, y in x.items() if self._nodes[at - self._roots].key == "keywords" else ():
-                self._add(at, _item, key, y)
+                self._add(at, fetches.item, key, y)
+        elif _is_ours(type(x)):
+            self._open_ours(at, fetches.attribute, known.dict_of(x).items() if known.dict_of(x) else ())
         elif isinstance(x, nn.Module):
             self.module(x)
+
+    def _open_ours(self, at: int, fetch: Callable[[Any, Any], Any], parts: Iterable[tuple[Any, Any]]) -> None:
+        """What this library calls, no instruction shows: functions of the user's that one of its own holds."""
+        for key, x in parts:
+            if isinstance(x, (FunctionType, MethodType, partial)):
+                self._add(at, fetch, key, x)
+            elif _is_ours(type(x)):
+                self._node(at, fetch, key, x, _is_of, type(x))
 
     def _know_codes(self, code: CodeType) -> None:
         if id(code) not in self._codes:
@@ -290,103 +364,8 @@ def _is_users(kind: type) -> bool:
     return kind.__dictoffset__ != 0 and not issubclass(kind, known.OWNERS) and not issubclass(kind, tuple)
 
 
-# -- what leads from one value to another
-
-
-def _itself(x: Any, key: Any) -> Any:
-    return x
-
-
-def _referred(x: Any, key: Any) -> Any:
-    return key()
-
-
-def _contents(x: Any, key: int) -> Any:
-    try:
-        return x.__closure__[key].cell_contents
-    except ValueError:
-        return GONE
-
-
-def _contents_of(cell: Any) -> Any:
-    try:
-        return cell.cell_contents
-    except ValueError:
-        return GONE
-
-
-def _global(x: Any, key: str) -> Any:
-    return x.__globals__.get(key, GONE)
-
-
-def _module_global(x: Any, key: tuple[str, str]) -> Any:
-    module = sys.modules.get(key[0])
-    return GONE if module is None else module.__dict__.get(key[1], GONE)
-
-
-def _slot(x: Any, key: str) -> Any:
-    return getattr(x, key)
-
-
-def _way_to(x: Any, key: str) -> Callable[[Any, str], Any]:
-    """The fastest way to an attribute that finds it wherever it may have gone since."""
-    held, kind = known.dict_of(x), type(x)
-    if type(held) is not dict:
-        return _attribute
-    of_kind = known.of_type(kind, key)
-    if key in held:
-        return _attribute if hasattr(type(of_kind), "__set__") else _held
-    if isinstance(x, nn.Module) and of_kind is None:
-        return _in_module
-    return _of_kind if type(of_kind) in (FunctionType, property) and type(kind) is type else _attribute
-
-
-_dict_of = object.__getattribute__
-
-
-def _held(x: Any, key: str) -> Any:
-    return _dict_of(x, "__dict__").get(key, GONE)
-
-
-def _in_module(x: Any, key: str) -> Any:
-    held = _dict_of(x, "__dict__")
-    for part in (held, held["_modules"], held["_parameters"], held["_buffers"]):
-        if key in part:
-            return part[key]
-    return GONE
-
-
-def _of_kind(x: Any, key: str) -> Any:
-    return GONE if key in _dict_of(x, "__dict__") else getattr(type(x), key, GONE)
-
-
-def _attribute(x: Any, key: str) -> Any:
-    place, name = home(x, key)
-    found = place.get(name, GONE) if type(place) is dict else GONE
-    return of_class(x, key) if found is GONE else found
-
-
-def _item(x: Any, key: Any) -> Any:
-    if type(x) is dict:
-        return x.get(key, GONE)
-    return x[key] if -len(x) <= key < len(x) else GONE
-
-
-def _shape(x: Any, key: Any = None) -> Any:
-    return tuple(x) if type(x) is dict else len(x)
-
-
-def _elements(x: Any, key: Any) -> Any:
-    return frozenset(x)
-
-
-def _parts(module: nn.Module) -> Any:
-    return module.__dict__.get("_modules", {}).values()
-
-
-def _hooks(module: nn.Module) -> Any:
-    held = module.__dict__
-    return held.get("_forward_hooks") or held.get("_forward_pre_hooks") or "forward" in held
+def _is_ours(x: Any) -> bool:
+    return (x.__module__ or "").startswith("tensorloop.")
 
 
 # -- whether a value is what it was; that it is the same object was asked before
@@ -454,4 +433,4 @@ def _is_referred(x: Any, expected: Any) -> bool:
 
 def _is_same_module(x: Any, expected: Any) -> bool:
     # All parts live as long as they are the same: so does each id.
-    return x is not None and not _hooks(x) and (not expected or tuple(map(id, _parts(x))) == expected)
+    return x is not None and not fetches.hooks(x) and (not expected or tuple(map(id, fetches.parts(x))) == expected)

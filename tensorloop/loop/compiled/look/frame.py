@@ -119,6 +119,7 @@ class Frame:
         self.answers: Sequence[bool] = ()  # what the body is told where it reads a bool in Python; of one that ran, was
         self.is_known = False  # by what it reads in Python
         self.kept: Reads | None = None  # notes that
+        self.reads: Reads | None = None  # noted that, in this run of the step or in an earlier one
         self.open: frozenset[int] = frozenset()  # Python numbers that are inputs of the step
 
     def _held(self) -> list[int]:

@@ -5,7 +5,7 @@ whose calls of torch are known is known by these alone.
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Hashable, Sequence
 from contextlib import nullcontext
 from functools import partial
 from typing import Any
@@ -20,7 +20,6 @@ from tensorloop._torch.tracing import without_hooks
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.trace import Trace
-from tensorloop.loop.checkpoint.closures import Constants
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls, NeedsGradients
 from tensorloop.loop.compiled.look.calls import SizesTold
@@ -42,7 +41,8 @@ from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.look.values_read import ValuesRead
 from tensorloop.loop.compiled.pays import as_before
-from tensorloop.loop.known_reads import KnownStep, known_reads
+from tensorloop.loop.effects.reads import Reads
+from tensorloop.loop.known_reads import KnownStep, known_reads, roots_of
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
@@ -90,7 +90,8 @@ class Look:
             known_calls.add(
                 self.frame.root, record.trail, self.key, [*record.log.captures.values()], record.log.numbers
             )
-        known_reads.add(self.frame.root, self.frame.loop, self.frame.kept, self.key)
+        if not self.frame.arrays.places:
+            known_reads.add(self.frame.root, self.frame.loop, self.frame.kept, self.key)
         self.frame.kept = None
 
 
@@ -144,9 +145,13 @@ def _recognize(frame: Frame) -> Look | None:
 
 def _find(frame: Frame) -> KnownStep | None:
     """A known step that goes the same way; else what this one reads is noted."""
-    step = None if frame.arrays.places else known_reads.find(frame.root, frame.loop)
+    if frame.arrays.places:
+        frame.reads = frame.kept = Reads(roots_of(frame.loop))
+        return None
+    step = known_reads.find(frame.root, frame.loop)
     frame.is_known = step is not None
-    frame.kept = None if frame.is_known or frame.arrays.places else known_reads.reads(frame.root, frame.loop)
+    frame.kept = None if frame.is_known else known_reads.reads(frame.root, frame.loop)
+    frame.reads = frame.kept if step is None else step.reads
     return step
 
 
@@ -326,7 +331,6 @@ def random_values(generator: torch.Generator) -> Callable[[Tensor], object]:
     return lambda x: x.copy_(drawn(x.shape, dtype=x.dtype).normal_(generator=generator)) if x.is_floating_point() else x
 
 
-def python_values(loop: Loop) -> tuple[Any, ...]:
-    """What the body refers to beside tensors: with other numbers it may ask for other sizes."""
-    held = [x for function in loop.functions for x in Constants(function.function).held]
-    return tuple((x.name, type(x.value), x.value) for x in held)
+def python_values(frame: Frame) -> Hashable:
+    """What the step has read beside tensors: with other numbers it may ask for other sizes."""
+    return object() if frame.reads is None else frame.reads.plain()  # nobody has noted it: it is like no other

@@ -175,7 +175,7 @@ def _try_each(look: Look, plan: ArrayPlan, steps: int | None) -> None:
             "the body sees how long an array in the carry is, in a loop of unknown length",
             "use scan or fori_loop, whose length is known, or a counter in the carry",
         )
-    values = python_values(frame.loop) if sees else ()
+    values = python_values(frame) if sees else ()
     ends = (2 if steps is None else steps) if (sees or uses.spans) and any(growth) else 1
     for t in range(ends):
         lengths = tuple(n + more * t for n, more in zip(starts, growth, strict=True))

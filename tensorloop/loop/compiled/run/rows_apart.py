@@ -61,7 +61,7 @@ def check(look: Look, plan: Plan, rows: int, counts: Iterable[int], few: Callabl
             "set compact=False, or compile=False",
         )
     own = _own_captures(look)
-    values = python_values(look.frame.loop)
+    values = python_values(look.frame)
     known = plan.apart.get(own)
     if known is None:
         if rows > 1 and _rows_meet(plan, rows, own):
