@@ -180,7 +180,7 @@ class Calls:
             return self.attribute(frame, args[0], args[1], args[2] if len(args) > 2 else GONE)
         if name == "print" and self.writers():
             given = dict(zip(names, args[len(args) - len(names) :], strict=True))
-            return self._of(frame, given.get("file") or sys.stdout, "write", [])
+            return None if given.get("file") is None else self._of(frame, given["file"], "write", [])
         if name in known.OUTSIDE:
             return self.refuse(frame, f"calls {name}()")
         if name in ("globals", "eval", "dir", "vars", "locals") and self.kept is not None:

@@ -132,13 +132,15 @@ def elements(x: Any, key: Any = None) -> Any:
         return frozenset(filter(_is_plain, set.__iter__(x) if isinstance(x, set) else frozenset.__iter__(x)))
     if isinstance(x, dict):
         return tuple((k, y) for k, y in dict.items(x) if _is_plain(k) and _is_plain(y))
-    for kind in (list, tuple, deque):
-        if isinstance(x, kind):
-            return tuple(filter(_is_plain, kind.__iter__(x)))
+    kind: Any = next((kind for kind in (list, tuple, deque) if isinstance(x, kind)), None)
+    if kind is not None:
+        return tuple(filter(_is_plain, kind.__iter__(x)))
     if isinstance(x, ContextVar):
         return found if _is_plain(found := x.get(None)) else None
-    is_block = isinstance(x, (bytearray, memoryview, array)) or type(x).__name__ == "ndarray"
-    return bytes(x.tobytes() if hasattr(x, "tobytes") else x) if is_block else None
+    if isinstance(x, (memoryview, array)) or type(x).__name__ == "ndarray":
+        numbers: Any = x
+        return numbers.tobytes()
+    return bytes(x) if isinstance(x, bytearray) else None
 
 
 def _is_plain(x: Any) -> bool:
