@@ -86,6 +86,7 @@ def own(trees: Iterable[Any], holders: Iterable[Any] = ()) -> None:
     for judge in _here.judges:
         judge.own(trees)
         judge.made.update(map(id, holders))
+        judge.holders.update(map(id, holders))
 
 
 def refuse_older(objects: Iterable[Any], what: str) -> None:

@@ -73,6 +73,7 @@ class Judge(Calls):
         # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing needs
         # to be held: loops inside look whether anything of a step lives on.
         self.made = set[int]()
+        self.holders = set[int]()  # of the `__dict__`s of what is in the carry of a loop inside
         self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
         self._contexts = dict[int, tuple[ContextVar[Any], Any, Effect]]()  # those that were set, and what they were
@@ -251,7 +252,8 @@ class Judge(Calls):
         new = self.is_new(owner) and not known.is_proxy(kind)
         if new and (name != "__dict__" or self.is_new(value)):
             return
-        if id(known.dict_of(owner)) in self.made:  # of an object whose attributes are in the carry
+        # An object's `__dict__` may be made just now, where something that the step made was before.
+        if id(known.dict_of(owner)) in self.holders:
             return
         path = None if depth is None else said(frame, depth)
         what = f"{path}.{name}" if path else f"{name} of a {kind.__name__} from outside"
@@ -438,7 +440,7 @@ class Judge(Calls):
         found = known.dict_of(owner)
         if self.kept is not None and not self.is_new(owner):
             self.kept.complete = False
-        if type(found) is dict and id(found) not in self.made:
+        if type(found) is dict and id(found) not in self.holders:
             if self.is_new(owner):
                 self.made.add(id(found))
             else:
