@@ -37,7 +37,6 @@ from tensorloop.loop.effects.reads import Reads
 
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _KEYWORDS = 8  # flag of codes that take **kwargs
-_STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
 _COUNTED = {"n": 0, "collects": True}  # judges in all threads: the collector rests while there are any
 
 
@@ -81,6 +80,7 @@ class Judge(Calls):
         self._young: set[int] | None = None
         self.generators: dict[int, Any] | None = None  # the user's, by id, and the state in which each was met
         self._counts = False  # whether the instruction at hand stores what was counted on from there
+        self.given_here = tuple(given)
         self.own(given)
         if not _COUNTED["n"]:
             _COUNTED["collects"] = gc.isenabled()
@@ -90,7 +90,7 @@ class Judge(Calls):
 
     def end(self) -> None:
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
-        self.begun, self._older_dicts, self._young, self._mark = {}, {}, None, None
+        self.begun, self._older_dicts, self._young, self._mark, self.given_here = {}, {}, None, None, ()
         _COUNTED["n"] -= 1
         if not _COUNTED["n"] and _COUNTED["collects"]:
             gc.enable()
@@ -402,15 +402,6 @@ class Judge(Calls):
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
-    def identity(self, frame: types.FrameType, _: Any) -> None:
-        """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
-        a, b = operands(frame, 2)
-        plain = any(type(x) in (bool, type(None)) for x in (a, b))
-        if not plain and any(_stands_for(x) is not None for x in (a, b)):
-            self.refuse(frame, "asks whether a number that the loop gives is the same object")
-        if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
-            self.refuse(frame, "asks whether two tensors that it was given are the same")
-
     def iterates(self, frame: types.FrameType, _: Any) -> None:
         """Judges that the top value is iterated over."""
         self.taken(frame, operands(frame, 1)[0])
@@ -439,35 +430,12 @@ class Judge(Calls):
         """Before `owner.__dict__`: it is as old as its owner."""
         found = known.dict_of(owner)
         if self.kept is not None and not self.is_new(owner):
-            self.kept.complete = False
+            self.kept.all_attributes(owner)
         if type(found) is dict and id(found) not in self.holders:
             if self.is_new(owner):
                 self.made.add(id(found))
             else:
                 self._older_dicts[id(found)] = found
-
-    # -- types
-
-    def asks_class(self, frame: types.FrameType, _: Any) -> None:
-        """Judges that `__class__` is asked for."""
-        self.number(frame, operands(frame, 1)[0], None)
-
-    def is_class(self, frame: types.FrameType, _: Any) -> None:
-        """Judges MATCH_CLASS."""
-        subject, kind, _ = operands(frame, 3)
-        self.number(frame, subject, kind)
-
-    def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:
-        """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
-        stands_for = _stands_for(x)
-        if stands_for is None:
-            return
-        try:
-            same = kind is not None and isinstance(x, kind) == issubclass(stands_for, kind)
-        except TypeError:
-            return
-        if not same:
-            self.refuse(frame, "asks for the type of a number that the loop gives")
 
     def enters(self, frame: types.FrameType, _: Any) -> None:
         """Judges that a `with` begins."""
@@ -479,13 +447,6 @@ class Judge(Calls):
             and kind.__module__ not in ("_thread", "_io")
         ):
             self.refuse(frame, f"enters a {kind.__name__}")
-
-
-def _stands_for(x: Any) -> Any:
-    """The type of the number that something stands for."""
-    if type(x).__name__ == "NumberRead":
-        return x.__class__
-    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
 
 
 def _is_made_above(frame: types.FrameType, name: str) -> bool:
