@@ -156,6 +156,13 @@ def parts(module: nn.Module) -> Any:
     return module.__dict__.get("_modules", {}).values()
 
 
+def settings(module: nn.Module) -> dict[str, Any]:
+    """Its mode, and the plain values of one whose code nobody follows."""
+    own = module.__dict__
+    names = own if known.is_trusted(type(module).__module__ or "") else ("training",)
+    return {name: own[name] for name in names if name in own and _is_plain(own[name])}
+
+
 def hooks(module: nn.Module) -> Any:
     """Whether it calls others before or behind its own code."""
     own = module.__dict__
