@@ -131,10 +131,8 @@ class Loop:
 
     def begin(self) -> State:
         """The first state, which a body may change without the caller seeing it."""
-        if not self.goes_on:
-            return [own(x) for x in self.init]
-        owned = {id(x): own(x) for x in self.init if isinstance(x, Tensor)}  # what a step gave twice stays one tensor
-        return [owned[id(x)] if isinstance(x, Tensor) else own(x) for x in self.init]
+        # What a step gave goes on as it is: leaves that are one tensor, or share memory, do so in the next step, too.
+        return [*self.init] if self.goes_on else [own(x) for x in self.init]
 
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """Step t: the next state and y."""

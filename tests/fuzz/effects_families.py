@@ -122,4 +122,27 @@ FAMILIES = {
     "graph": Family(1.5, _of(OF_GRAPHS), state=False),
     "shared": Family(4, _of([])),
 }
+# What turns a statement on between two calls: (setup, whether it is on, what turns it on).
+SWITCHES = [
+    ("sw = False", "sw", "sw = True"),
+    ("sw = [False]", "sw[0]", "sw[0] = True"),
+    ("sw = []", "len(sw) > 0", "sw.append(1)"),
+    ("sw = []", "sw", "sw.append(1)"),
+    ("sw = {}", "sw.get('on')", "sw['on'] = True"),
+    ("sw = {'a': [0, {'on': 0}]}", "sw['a'][1]['on']", "sw['a'][1]['on'] = 1"),
+    ("sw = {1}", "2 in sw", "sw.add(2)"),
+    ("sw = collections.deque([0])", "max(sw) > 0", "sw.append(1)"),
+    ("sw = types.SimpleNamespace(on=False)", "sw.on", "sw.on = True"),
+    ("sw = types.SimpleNamespace()", "hasattr(sw, 'on')", "sw.on = True"),
+    ("class sw:\n    on = 0.0", "sw.on > 0", "sw.on = 1.0"),
+    ("sw = collections.namedtuple('sw', 'on')(0)", "sw.on", "sw = sw._replace(on=1)"),
+    ("def sw():\n    return False", "sw()", "sw = lambda: True"),
+    ("def sw(on=False):\n    return on", "sw()", "sw.__defaults__ = (True,)"),
+    ("sw = functools.partial(lambda on=0: on)", "sw()", "sw.keywords['on'] = 1"),
+    ("sw = nn.Sequential(nn.Tanh())", "not sw.training", "sw.eval()"),
+    ("sw = nn.Sequential()", "len(sw)", "sw.append(nn.Tanh())"),
+    ("sw = nn.Identity()", "sw(2) > 2", "sw.register_forward_hook(lambda *given: 3)"),
+    ("sw = torch.zeros(2)", "sw.shape[0] > 2", "sw = torch.zeros(3)"),
+    ("sw = contextvars.ContextVar('sw', default=0)", "sw.get()", "sw.set(1)"),
+]
 PURE_FAMILIES = {"pure", "branch"}

@@ -7,7 +7,7 @@ from typing import Any
 
 from tests.fuzz.draw import Draw
 from tests.fuzz.effects_acts import BY_X, HANDS_ON, WRITES
-from tests.fuzz.effects_families import FAMILIES, PURE_FAMILIES
+from tests.fuzz.effects_families import FAMILIES, PURE_FAMILIES, SWITCHES
 from tests.fuzz.effects_kinds import PURE, Kind
 
 LOOPS = {"scan": 4, "length": 2, "fori": 3, "while": 2, "until": 1.5, "map": 1.5, "range": 1}
@@ -81,6 +81,9 @@ class Program:
         wanted = draw.among({1: 5, 2: 3, 3: 1, 4: 0.7})
         self.grad = draw.chance(0.7)
         self._add_statements(wanted)
+        self.switch, self.turns = list[str](), 0
+        if seed % 8 == 7:
+            self._add_switch(Draw(seed + 2**32))
 
     def _add_statements(self, wanted: int) -> None:
         draw = self.draw
@@ -108,6 +111,18 @@ class Program:
             self._depend()
         if any("grad" in family for family in families):
             self.grad = True
+
+    def _add_switch(self, draw: Draw) -> None:
+        """Has a statement run from some call on: those before are known then as loops without it."""
+        if not (found := [s for s in self.statements if s.peek and s.step and not s.later]):
+            return
+        statement, self.turns = draw.choice(found), draw.randint(1, 3)
+        self.calls, (setup, test, change) = self.turns + 2, draw.choice(SWITCHES)
+        statement.step = [f"if {test}:", *_indented([*statement.step, *statement.use])]
+        statement.use, statement.mode = [], f"{statement.mode} switched"
+        statement.setup += setup.splitlines()
+        scope = [f"{self.scope} sw"] if change.startswith("sw = ") else []
+        self.switch = ["def turn():", *_indented([*scope, change])]
 
     def _can_have(self, needs: str) -> bool:
         return all(name in self.names or (name in "qma" and self.loop != "map") for name in needs)
@@ -276,7 +291,7 @@ class Program:
         if changed:
             inside = [*(line for s in changed for line in s.scope), *(line for s in changed for line in s.step)]
             lines += ["def later():", *_indented(inside)]
-        return lines
+        return lines + self.switch
 
     def _calls(self) -> list[str]:
         first = {"q": "q", "p": "p", "m": "0", "a": "tl.TensorArray()", "n": "torch.tensor(0)"}
@@ -302,6 +317,8 @@ class Program:
         lines += [f"{name} = make(3, seed={50 + 7 * i} + call, grad={self.grad})" for i, name in enumerate(more)]
         if between:
             lines.append("if call:\n    later()")
+        if self.switch:
+            lines.append(f"if call == {self.turns}:\n    turn()")
         options = ", later" if before else ""
         if any("grad" in s.family or s.family == "tensors" for s in self.all_statements):
             options += ", keep=True"

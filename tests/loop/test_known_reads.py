@@ -761,6 +761,22 @@ def test_steps_are_followed_as_long_as_numbers_may_say_where_they_go(name: str, 
         tl.scan(body, init, XS, checkpoints=2)
 
 
+@pytest.mark.eager_only("compiled loops")
+@pytest.mark.filterwarnings("ignore:scan. not compiled")
+def test_a_step_that_went_another_way_for_other_numbers_is_followed() -> None:
+    seen = list[int]()
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        if c.sum() > 0:
+            seen.append(1)
+        return c - 1, None
+
+    for start, times in ((-1.0, 0), (-1.0, 0), (2.5, 3), (2.5, 3)):
+        seen.clear()
+        tl.scan(body, torch.full((2,), start, dtype=torch.float64), XS, compile=True)
+        assert len(seen) == times
+
+
 @pytest.mark.eager_only("loops with checkpoints")
 def test_a_branch_that_no_step_takes_does_not_have_all_steps_followed(monkeypatch: pytest.MonkeyPatch) -> None:
     known_reads.clear()

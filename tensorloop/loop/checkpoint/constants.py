@@ -45,7 +45,7 @@ class Constants:
         self._reads, self._roots = reads, roots
         values = reads.values(roots)
         held = [at for at, holds in enumerate(reads.holding(values)) if holds and at >= len(roots)]
-        self._modules = [(at, [*fetches.parts(values[at])]) for at in held if reads.is_module(at)]
+        self._modules = [(at, _of_module(values[at])) for at in held if reads.is_module(at)]
         self._was = [(at, _kept(values[at])) for at in held if not reads.is_module(at)]
 
     def check(self) -> None:
@@ -56,9 +56,9 @@ class Constants:
                 now = "gone" if values[at] is GONE else _short.repr(values[at])
                 was = "nothing" if was is GONE else _short.repr(was)
                 self._refuse(at, values, f"was {was} in the forward pass and is {now} in backward")
-        for at, parts in self._modules:
-            if fetches.hooks(values[at]) or not is_same([*fetches.parts(values[at])], parts):
-                self._refuse(at, values, "has other hooks or parts in backward")
+        for at, was in self._modules:
+            if fetches.hooks(values[at]) or not is_same(_of_module(values[at]), was):
+                self._refuse(at, values, "has another mode, or other settings, hooks or parts, in backward")
 
     def _is_as(self, at: int, now: Any, was: Any) -> bool:
         """Whether a value does what it did."""
@@ -77,6 +77,10 @@ class Constants:
             f"the {kind} {said}, which the body uses, {how}, which runs steps again; bind it where the body is "
             f"made{cure}, or pass it in the carry or in xs"
         )
+
+
+def _of_module(module: nn.Module) -> tuple[Any, ...]:
+    return [*fetches.parts(module)], fetches.settings(module)
 
 
 def _kept(x: Any) -> Any:

@@ -28,19 +28,21 @@ _DEPTH = 4  # how far into objects
 class Checked:
     """The steps of a loop, held against what they gave when they ran first."""
 
-    def __init__(self, loop: Loop, captures: Captures) -> None:
-        self.loop, self.captures = loop, captures
-        self.found: list[dict[str, Any]] = []  # by step
+    def __init__(self, loop: Loop, captures: Captures, every: bool) -> None:
+        self.loop, self.captures, self.every = loop, captures, every
+        self.found: dict[int, dict[str, Any]] = {}  # by step
         self.factors: dict[torch.device, Tensor] = {}
 
     def step(self, t: int, state: list[Any], row: list[Any]) -> tuple[list[Any], Any]:
         """Runs a step of the loop, and refuses one that differs from what it gave before."""
-        before = dict(self._generators())
+        if not self.every and t not in self.found:
+            return self.loop.step(t, state, row)
+        before = dict(self._generators()) if self.every else None
         new, y = self.loop.step(t, state, row)
         with torch.no_grad():
             now = self._fingerprints(t, new, y, before)
-        if t == len(self.found):
-            self.found.append(now)
+        if t not in self.found:
+            self.found[t] = now
             return new, y
         was = self.found[t]
         differ = [name for name in {**was, **now} if name not in was or name not in now or was[name] != now[name]]
@@ -52,7 +54,13 @@ class Checked:
             )
         return new, y
 
-    def _fingerprints(self, t: int, new: list[Any], y: Any, before: dict[str, Any]) -> dict[str, Any]:
+    def note(self, t: int, new: list[Any], y: Any) -> None:
+        """This step is to repeat itself, though not all are."""
+        if not self.every:
+            with torch.no_grad():
+                self.found[t] = self._fingerprints(t, new, y, None)
+
+    def _fingerprints(self, t: int, new: list[Any], y: Any, before: dict[str, Any] | None) -> dict[str, Any]:
         loop = self.loop
         leaves = [(f"carry{path}", x) for path, x in zip(loop.carry.tree.paths, new, strict=False)]
         if (ys := loop.outputs) is not None:
@@ -60,6 +68,8 @@ class Checked:
             assert ys.tree is not None
             leaves += [(f"y{path}", x) for path, x in zip(ys.tree.paths, values, strict=True)]
         found = {name: self._of(x) for name, x in leaves}
+        if before is None:
+            return found
         first = {_user(key): state for key, (_, state) in self.captures.generators.items()}
         for name, state in self._generators():
             if not _equal(state, before.get(name, first.get(name))):

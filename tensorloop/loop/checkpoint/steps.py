@@ -43,7 +43,7 @@ class Steps:
         self._copies: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by leaf of xs and their place: slices
         self.captures.autograd.carry, self.captures.autograd.xs = loop.init, [x for x, _ in self.xs]
         self.backwards = loop.slices is not None and loop.slices.reverse
-        self.checked = Checked(self.loop, self.captures) if check else None
+        self.checked = Checked(self.loop, self.captures, every=True) if check else None
         self.follow(self.loop)
 
     def follow(self, loop: Loop) -> None:
@@ -52,6 +52,12 @@ class Steps:
         if self.checked is not None:
             self.checked.loop = loop
         self.run = loop.step if self.checked is None else self.checked.step
+
+    def must_repeat(self, t: int, new: list[Any], y: Any) -> None:
+        """Step t, which has given these, is held against what it gives in replays."""
+        self.checked = self.checked or Checked(self.loop, self.captures, every=False)
+        self.checked.note(t, new, y)
+        self.follow(self.loop)
 
     def row(self, t: int) -> list[Any]:
         """The slices of step t, leaves of its graph."""

@@ -6,9 +6,10 @@ from typing import Any
 from torch import Tensor
 
 from tensorloop import schedule
+from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse
 from tensorloop._torch import graph, transforms
-from tensorloop._torch.versions import Versions
+from tensorloop._torch.versions import Versions, read_version
 from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
@@ -160,11 +161,20 @@ class Sweep:
         if 1 < len(leaves) > len(recorded):  # one alone shares with none, and autograd refuses for those with gradient
             plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
             versions = Versions(plain) if plain else None
+        foreign = steps.body.foreign
         new, y = steps.run(t, leaves, row)
+        if steps.body.fills:
+            steps.must_repeat(t, new, y)
         for i, _ in recorded:
             if leaves[i]._backward_hooks:
                 raise self._hooked(i)
-        if captures.given.changed or (versions is not None and versions.changed() is not None):
+        changed = captures.given.changed or (versions is not None and versions.changed() is not None)
+        if foreign is not None and (changed or read_version(foreign[0]) != foreign[1]):
+            raise Misuse(
+                f"the body changes its carry in place, and has given as a part of it {describe(foreign[0])}, which is "
+                f"from outside: that would change, too; return a clone() of it"
+            )
+        if changed:
             check_apart(leaves, loop.carry.tree.paths, "is given")
             check_apart(new, loop.carry.tree.paths, "returns")
             if loop.goes_on:

@@ -5,8 +5,11 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common import pytree
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
+from tensorloop._torch.overrides import unseen
+from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.constants import Constants
 from tensorloop.loop.effects.follow import following
@@ -23,6 +26,8 @@ class Watched:
     def __init__(self, loop: Loop, captures: Captures) -> None:
         self.body, self.captures = loop.body, captures
         self.on = True  # whether calls are recorded
+        self.fills = False  # whether the last step has set what it found missing: there a replay may go another way
+        self.foreign: tuple[Tensor, int] | None = None  # a leaf of the carry that a step gave and had not made
         self.notes, self.paths = StepNotes(), Ways()
         self.loop, self.root = loop, root_of(loop)
         # Whether all steps go one way, of which nothing is left to see: as those of an earlier loop that was followed.
@@ -53,7 +58,7 @@ class Watched:
     def forget(self) -> Constants:
         """The sweep is over: what its steps have written is no matter any more. What they read must stay."""
         seen = self._earlier is None and (self.is_known or self.paths.all_known())
-        if seen and not (self.notes.wrote() or self.captures.generators):
+        if seen and not (self.notes.wrote() or self.captures.generators or self.foreign):
             known_reads.add(self.root, self.loop, self.reads, None)
         self.reads.end()
         self.notes = StepNotes()
@@ -72,8 +77,11 @@ class Watched:
         finally:
             self.captures.judge = None
             judge.finish()
+            if out is not None and self.foreign is None:
+                self.foreign = _foreign(judge, out[0], args)
             judge.end()
             self.paths.next(self.notes.news)
+            self.fills = self.notes.fills
             told = self.captures.told or self.captures.generators or self.notes.wrote()
             self.is_known = self._alike and self.paths.settled and not told
             self.notes.next()
@@ -86,6 +94,18 @@ class Watched:
                 f"that what fn does has no effect on the loop)"
             ) from None
         return out
+
+
+def _foreign(judge: Judge, carry: Any, args: tuple[Any, ...]) -> tuple[Tensor, int] | None:
+    """A tensor without gradient in the carry that the step was not given and did not make, and its version."""
+    given = set(map(id, pytree.leaves(args)))
+    with unseen():
+        for x in pytree.leaves(carry):
+            if isinstance(x, Tensor) and not x.requires_grad and id(x) not in given:
+                x = x._base if x._base is not None else x
+                if id(x) not in given and not judge.is_new(x):
+                    return x, read_version(x)
+    return None
 
 
 def as_users(condition: Any) -> Any:

@@ -12,6 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from tensorloop._common import pytree
+from tensorloop._torch.overrides import unseen
+from tensorloop._torch.transforms import storage
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.notes import ELEMENTS, GONE, StepNotes
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands, words
@@ -26,6 +29,7 @@ _HARMLESS = frozenset(
     )
 )
 _MOST = 4096
+_STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
 _TENSOR = Tensor.__mro__[-2]  # the class in C below it
 _Frame = types.FrameType
 _harmless: dict[int, Any] = {}  # what may be called with anything, by id, which they keep
@@ -42,12 +46,12 @@ class Calls:
     refuse: Any
     reads: Any
     taken: Any
-    number: Any
     attribute: Any
     context: Any
     attribute_read: Any
     item: Any
     changes: Any
+    given_here: tuple[Any, ...]
     note_dict: Any
     makes: Any
     generators: dict[int, Any] | None
@@ -252,6 +256,8 @@ class Calls:
             return self.attribute(frame, owner, args[0], args[1] if len(args) > 1 else GONE)
         if name == "requires_grad_" and isinstance(owner, Tensor):
             return self.attribute(frame, owner, "requires_grad", args[0] if args else True)
+        if isinstance(owner, Tensor) and name in known.PLACES:
+            self.memory(frame, owner)
         if isinstance(owner, Tensor):
             return self._arguments(frame, "", args) if self.notes is not None else None
         if self.kept is not None and not (self.notes is not None and name in known.WRITES):
@@ -302,6 +308,61 @@ class Calls:
             self.changes(frame, owner, f"calls {name}() of")
         elif name in known.MAKERS:
             self.makes(frame)
+
+    # -- types
+
+    def asks_class(self, frame: _Frame, _: Any) -> None:
+        """Judges that `__class__` is asked for."""
+        self.number(frame, operands(frame, 1)[0], None)
+
+    def is_class(self, frame: _Frame, _: Any) -> None:
+        """Judges MATCH_CLASS."""
+        subject, kind, _ = operands(frame, 3)
+        if self.kept is not None:  # attributes of it are read
+            self.kept.complete &= isinstance(subject, known.PLAIN) or self.is_new(subject)
+        self.number(frame, subject, kind)
+
+    def number(self, frame: _Frame, x: Any, kind: Any) -> None:
+        """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
+        stands_for = _stands_for(x)
+        if stands_for is None:
+            return
+        try:
+            same = kind is not None and isinstance(x, kind) == issubclass(stands_for, kind)
+        except TypeError:
+            return
+        if not same:
+            self.refuse(frame, "asks for the type of a number that the loop gives")
+
+    def memory(self, frame: _Frame, x: Tensor) -> None:
+        """Judges that it is asked where a tensor lies: those of the carry have memory of their own in a replay.
+
+        Packages ask it for their kernels.
+        """
+        if self.notes is None or "-packages" in known.users(frame).f_code.co_filename:
+            return
+        with unseen():
+            given = [y for y in pytree.leaves(self.given_here) if isinstance(y, Tensor) and y.layout is torch.strided]
+            if x.layout is torch.strided and storage(x)._cdata in {storage(y)._cdata for y in given}:
+                self.refuse(frame, "asks where a tensor that the loop gives is in memory")
+
+    def identity(self, frame: _Frame, _: Any) -> None:
+        """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
+        a, b = operands(frame, 2)
+        if self.kept is not None:
+            self.kept.compared(a, b)
+        plain = any(type(x) in (bool, type(None)) for x in (a, b))
+        if not plain and any(_stands_for(x) is not None for x in (a, b)):
+            self.refuse(frame, "asks whether a number that the loop gives is the same object")
+        if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
+            self.refuse(frame, "asks whether two tensors that it was given are the same")
+
+
+def _stands_for(x: Any) -> Any:
+    """The type of the number that something stands for."""
+    if type(x).__name__ == "NumberRead":
+        return x.__class__
+    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
 
 
 def _is_function(x: Any) -> bool:

@@ -126,21 +126,25 @@ def shape(x: Any, key: Any = None) -> Any:
     return tuple(x) if type(x) is dict else len(x)
 
 
+def own_dict(x: Any, key: str) -> Any:
+    """The `__dict__` of an object."""
+    return known.dict_of(x)
+
+
 def elements(x: Any, key: Any = None) -> Any:
     """What is in a set, or in what is neither a plain dict, list nor tuple: no code of its class runs."""
     if isinstance(x, (set, frozenset)):
         return frozenset(filter(_is_plain, set.__iter__(x) if isinstance(x, set) else frozenset.__iter__(x)))
     if isinstance(x, dict):
         return tuple((k, y) for k, y in dict.items(x) if _is_plain(k) and _is_plain(y))
-    kind: Any = next((kind for kind in (list, tuple, deque) if isinstance(x, kind)), None)
-    if kind is not None:
-        return tuple(filter(_is_plain, kind.__iter__(x)))
+    kinds: tuple[Any, ...] = list, tuple, deque
+    for kind in kinds:
+        if isinstance(x, kind):
+            return tuple(filter(_is_plain, kind.__iter__(x)))
     if isinstance(x, ContextVar):
         return found if _is_plain(found := x.get(None)) else None
-    if isinstance(x, (memoryview, array)) or type(x).__name__ == "ndarray":
-        numbers: Any = x
-        return numbers.tobytes()
-    return bytes(x) if isinstance(x, bytearray) else None
+    is_array = isinstance(x, (memoryview, array)) or type(x).__name__ == "ndarray"
+    return x.tobytes() if is_array else bytes(x) if isinstance(x, bytearray) else None
 
 
 def _is_plain(x: Any) -> bool:
@@ -150,6 +154,13 @@ def _is_plain(x: Any) -> bool:
 def parts(module: nn.Module) -> Any:
     """The modules that a module of torch's calls."""
     return module.__dict__.get("_modules", {}).values()
+
+
+def settings(module: nn.Module) -> dict[str, Any]:
+    """Its mode, and the plain values of one whose code nobody follows."""
+    own = module.__dict__
+    names = own if known.is_trusted(type(module).__module__ or "") else ("training",)
+    return {name: own[name] for name in names if name in own and _is_plain(own[name])}
 
 
 def hooks(module: nn.Module) -> Any:

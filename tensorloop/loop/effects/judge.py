@@ -38,7 +38,6 @@ from tensorloop.loop.effects.reads import Reads
 
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _KEYWORDS = 8  # flag of codes that take **kwargs
-_STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
 # Judges in all threads: the collector rests while there are any, and what a finalizer may not do is not printed.
 _COUNTED: dict[str, Any] = {"n": 0, "collects": True, "said by": None}
 
@@ -83,6 +82,7 @@ class Judge(Calls):
         self._young: set[int] | None = None
         self.generators: dict[int, Any] | None = None  # the user's, by id, and the state in which each was met
         self._counts = False  # whether the instruction at hand stores what was counted on from there
+        self.given_here = tuple(given)
         self.own(given)
         if not _COUNTED["n"]:
             _COUNTED["collects"], _COUNTED["said by"] = gc.isenabled(), sys.unraisablehook
@@ -94,7 +94,7 @@ class Judge(Calls):
     def end(self) -> None:
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
         self.finish()
-        self.begun, self._older_dicts, self._young, self._mark = {}, {}, None, None
+        self.begun, self._older_dicts, self._young, self._mark, self.given_here = {}, {}, None, None, ()
         _COUNTED["n"] -= 1
         if not _COUNTED["n"]:
             if _COUNTED["collects"]:
@@ -415,16 +415,6 @@ class Judge(Calls):
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
-    def identity(self, frame: types.FrameType, _: Any) -> None:
-        """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
-        a, b = operands(frame, 2)
-        if self.kept is not None:
-            self.kept.compared(a, b)
-        if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
-            self.refuse(frame, "asks whether two tensors that it was given are the same")
-        if a is not None and b is not None and (_stands_for(a) or _stands_for(b)):
-            self.refuse(frame, "asks whether two numbers, of which the loop gives one, are one object")
-
     def iterates(self, frame: types.FrameType, _: Any) -> None:
         """Judges that the top value is iterated over."""
         self.taken(frame, operands(frame, 1)[0])
@@ -453,37 +443,12 @@ class Judge(Calls):
         """Before `owner.__dict__`: it is as old as its owner."""
         found = known.dict_of(owner)
         if self.kept is not None and not self.is_new(owner):
-            self.kept.complete = False
+            self.kept.all_attributes(owner)
         if type(found) is dict and id(found) not in self.carried:
             if self.is_new(owner):
                 self.made.add(id(found))
             else:
                 self._older_dicts[id(found)] = found
-
-    # -- types
-
-    def asks_class(self, frame: types.FrameType, _: Any) -> None:
-        """Judges that `__class__` is asked for."""
-        self.number(frame, operands(frame, 1)[0], None)
-
-    def is_class(self, frame: types.FrameType, _: Any) -> None:
-        """Judges MATCH_CLASS."""
-        subject, kind, _ = operands(frame, 3)
-        if self.kept is not None:  # attributes of it are read
-            self.kept.complete &= isinstance(subject, known.PLAIN) or self.is_new(subject)
-        self.number(frame, subject, kind)
-
-    def number(self, frame: types.FrameType, x: Any, kind: Any) -> None:
-        """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
-        stands_for = _stands_for(x)
-        if stands_for is None:
-            return
-        try:
-            same = kind is not None and isinstance(x, kind) == issubclass(stands_for, kind)
-        except TypeError:
-            return
-        if not same:
-            self.refuse(frame, "asks for the type of a number that the loop gives")
 
     def enters(self, frame: types.FrameType, _: Any) -> None:
         """Judges that a `with` begins."""
@@ -500,13 +465,6 @@ class Judge(Calls):
 def _say_unless_refused(said: Any) -> None:
     if not isinstance(said.exc_value, Effect):
         _COUNTED["said by"](said)
-
-
-def _stands_for(x: Any) -> Any:
-    """The type of the number that something stands for."""
-    if type(x).__name__ == "NumberRead":
-        return x.__class__
-    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
 
 
 def _is_made_above(frame: types.FrameType, name: str) -> bool:

@@ -101,6 +101,7 @@ CALLING = frozenset(
 # Calls whose result is new, though the collector does not see it.
 MAKERS = frozenset(words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype iter"))
 
+PLACES = frozenset({"data_ptr", "untyped_storage", "is_set_to", "_is_alias_of"})  # what says where a tensor lies
 SEEDS = frozenset(words("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset"))
 TORCHS_STATE = frozenset(  # what is torch's own; grad modes are looked at elsewhere
     words(

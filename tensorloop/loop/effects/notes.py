@@ -40,6 +40,7 @@ class StepNotes:
     def __init__(self) -> None:
         self.step = 0
         self.news = False  # whether the step at hand has written what none has before
+        self.fills = False  # whether it has written where it, or one before, has found nothing
         self._written: dict[Any, tuple[Any, int, bool]] = {}  # (object, which keeps the id; step; whether it appeared)
         self._before: dict[Any, tuple[Any, Any, Any]] = {}  # (object, what of it, what that was)
         self._read: set[Any] = set()  # before it was written in that step
@@ -48,7 +49,7 @@ class StepNotes:
     def next(self) -> None:
         """The step is over."""
         self.step += 1
-        self.news = False
+        self.news = self.fills = False
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """Notes a write; whether it is right. `anew` says that it does not depend on what was there."""
@@ -57,6 +58,7 @@ class StepNotes:
         appears = written is None and (was is None or was is GONE)
         if key in self._read and not appears:
             return False
+        self.fills |= key in self._read
         if key not in self._before:
             self._before[key] = owner, name, _copied(owner) if name is ELEMENTS else was
         self.news |= written is None
@@ -210,6 +212,8 @@ def class_with(kind: type, name: str) -> type | None:
 def of_class(owner: Any, name: str) -> Any:
     """What stands in a slot, or else in the class."""
     base = class_with(owner if isinstance(owner, type) else type(owner), name)
+    if base is None and isinstance(owner, type):
+        base = class_with(type(owner), name)
     found: Any = GONE if base is None else base.__dict__[name]
     try:
         return found.__get__(owner) if type(found) in _SLOTS and not isinstance(owner, type) else found

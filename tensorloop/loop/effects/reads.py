@@ -167,7 +167,9 @@ class Reads:
         """An attribute, which may be the object's or its class's."""
         kind = type(owner)
         if isinstance(owner, Tensor):
-            self.complete &= name not in known.dict_of(owner)
+            if name in known.dict_of(owner):
+                self._part(self._numbers.get(id(owner)), fetches.attribute, name, owner)
+                self.complete = False
         elif known.is_proxy(kind) or issubclass(kind, threading.local):
             self.complete = False
             if issubclass(kind, threading.local) and (at := self._numbers.get(id(owner))) is not None:
@@ -200,6 +202,11 @@ class Reads:
         self.complete &= (
             a is None or b is None or not {type(a), type(b)} & {list, dict, set, tuple, MethodType, partial}
         )
+
+    def all_attributes(self, owner: Any) -> None:
+        """The `__dict__` of an object, of which nobody sees all that is read."""
+        self._part(self._numbers.get(id(owner)), fetches.own_dict, "__dict__", owner)
+        self.complete = False
 
     def item(self, container: Any, key: Any, is_new: Callable[[Any], bool]) -> None:
         """An item."""
@@ -294,15 +301,18 @@ class Reads:
         if found is not None:
             return found
         matches, expected = _expected(value)
+        if matches is None:  # it cannot be known again
+            self.complete, matches, expected = False, _is_of, type(value)
         return self._node(parent, fetch, key, value, matches, expected)
 
     def _node(self, parent: int, fetch: Any, key: Any, value: Any, matches: Any, expected: Any) -> int | None:
-        if matches is None or len(self._nodes) >= _MOST:
+        if len(self._nodes) >= _MOST:
             self.complete = False
             return None
         self._nodes.append(_Node(parent, fetch, key, matches, expected))
         at = self._noted[parent, fetch, key] = self._roots + len(self._nodes) - 1
-        if not isinstance(value, (*_SCALARS, Tensor)) and id(value) not in self._numbers:
+        known_by_kind = isinstance(value, _SCALARS) or (isinstance(value, Tensor) and not known.dict_of(value))
+        if not known_by_kind and id(value) not in self._numbers:
             self._numbers[id(value)] = at
             self._held.append(value)
             self._open(value, at)

@@ -33,7 +33,8 @@ def judged(calls: CallWatch, asked: Asked | None, kept: Reads | None = None) -> 
         except BaseException:
             if judge.seen is None:
                 raise
-        judge.finish()
+        finally:
+            judge.finish()
         if (effect := judge.seen) is not None:
             raise (Appeared if effect.appeared else Refused)(f"the body {effect.what}", STATE, effect.place)
         for name, error, place in calls.failed:

@@ -90,7 +90,7 @@ class Look:
             known_calls.add(
                 self.frame.root, record.trail, self.key, [*record.log.captures.values()], record.log.numbers
             )
-        if not self.frame.arrays.places:
+        if record is not None and not (record.values.answers or self.frame.arrays.places):
             known_reads.add(self.frame.root, self.frame.loop, self.frame.kept, self.key)
         self.frame.kept = None
 
@@ -134,7 +134,8 @@ def _recognize(frame: Frame) -> Look | None:
     assert leaf is not None
     if step is not None and step.key != leaf.key:
         return None
-    known_reads.add(frame.root, frame.loop, frame.kept, leaf.key)
+    if not trail.told:  # other numbers may lead Python another way
+        known_reads.add(frame.root, frame.loop, frame.kept, leaf.key)
     if trail.asked_grad:  # what the body would have done with other tensors, its calls do not tell
         return None
     check_gradients(frame, results.carry, trail.autograd, several=trail.told)
