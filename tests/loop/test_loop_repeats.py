@@ -11,6 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.autograd import grad
+from torch.nn import functional
 
 import tensorloop as tl
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
@@ -235,55 +236,39 @@ class Counter:
         self.inner = {"n": [0.0]}
 
 
-def evaluated(w: Tensor) -> nn.Module:
-    class Noisy(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.Dropout(0.5)
-
-        def forward(self, c: Tensor) -> Tensor:
-            return rotate(c) + self.part(c * w)
-
-    return Noisy()
-
-
-def normed(w: Tensor) -> nn.Module:
-    class Normed(nn.Module):
-        def __init__(self) -> None:
-            super().__init__()
-            self.part = nn.BatchNorm1d(2, dtype=torch.float64)
-
-        def forward(self, c: Tensor) -> Tensor:
-            return rotate(c) + self.part(torch.stack([c * w, w]))[0]
-
-    return Normed()
-
-
 @pytest.mark.parametrize("where", ["carry", "y"])
-@pytest.mark.parametrize(
-    ("make", "found"),
-    [
-        (evaluated, "torch's generator" + ("" if HERE.type == "cpu" else f" of {ON}")),
-        (normed, ""),
-    ],
-)
+@pytest.mark.parametrize("draws", [False, True])
 @pytest.mark.parametrize("create_graph", [False, True])
-def test_a_check_names_the_step_and_what_differs(make: Any, found: str, where: str, create_graph: bool) -> None:
-    w, init = randn(2), randn(2)
-    part = make(w)
+def test_a_check_names_the_step_and_what_differs(draws: bool, where: str, create_graph: bool) -> None:
+    w, init, on = randn(2), randn(2), [True]
+
+    @tl.loop.pure  # so that nobody sees what it reads
+    def part(c: Tensor) -> Tensor:
+        return functional.dropout(c * w, 0.5, on[0]) if draws else c * w * (2.0 if on[0] else 1.0)
 
     def body(c: Any, _: None) -> Any:
-        h = part(c["h"])
+        h = rotate(c["h"]) + part(c["h"])
         return {"h": h if where == "carry" else rotate(c["h"])}, (h.sin(), 1)
 
     carry, (ys, _) = tl.scan(body, {"h": init}, length=STEPS, checkpoints=tl.Checkpoints(k=2, check=True))
-    if isinstance(part, nn.Module):
-        part.eval()
-    names = [r"carry\['h'\]"] * (where == "carry") + [r"y\[0\]", found]
-    differ = ", ".join(name for name in names if name)
+    on[0] = False
+    found = ["torch's generator" + ("" if HERE.type == "cpu" else f" of {ON}")] * draws
+    differ = ", ".join([*[r"carry\['h'\]"] * (where == "carry"), r"y\[0\]", *found])
     step = 0 if create_graph else r"\d"
     with pytest.raises(RuntimeError, match=rf"scan: step {step} did not repeat itself .*pass: {differ}\. A body must"):
         grad(carry["h"].sum() + ys.sum(), w, create_graph=create_graph)
+
+
+@pytest.mark.parametrize(("layer", "refused"), [(nn.Dropout(0.5), True), (nn.Tanh(), False)])
+def test_the_mode_of_a_module_matters_where_it_has_one(layer: nn.Module, refused: bool) -> None:
+    part, init = nn.Sequential(layer, nn.Tanh()), randn(2)
+    out = tl.scan(lambda c, _: (rotate(c) + part(c), None), init, length=STEPS, checkpoints=2)[0]
+    part.eval()
+    if refused:
+        with pytest.raises(RuntimeError, match="Dropout, which the body uses, has another mode"):
+            grad(out.sum(), init)
+    else:
+        grad(out.sum(), init)
 
 
 def test_a_check_sees_objects_in_the_carry() -> None:

@@ -58,7 +58,8 @@ class Constants:
                 self._refuse(at, values, f"was {was} in the forward pass and is {now} in backward")
         for at, was in self._modules:
             if fetches.hooks(values[at]) or not is_same(_of_module(values[at]), was):
-                self._refuse(at, values, "has another mode, or other settings, hooks or parts, in backward")
+                how = "has another mode, or other settings, hooks or parts, in backward"
+                self._refuse(at, values, how, "change it when backward has run")
 
     def _is_as(self, at: int, now: Any, was: Any) -> bool:
         """Whether a value does what it did."""
@@ -68,15 +69,13 @@ class Constants:
             return self._reads.is_held(at, now)
         return isinstance(now, Tensor) if issubclass(was.type, Tensor) else is_same(type(now), was.type)
 
-    def _refuse(self, at: int, values: Sequence[Any], how: str) -> None:
+    def _refuse(self, at: int, values: Sequence[Any], how: str, cure: str = "") -> None:
         kind, said = self._reads.said(at, values)
         last = said.rpartition(".")[2]
-        cure = "partial(..., {}={})" if kind == "argument" else "lambda ..., {}={}: ..."
-        cure = f" (`{cure.format(last, said)}`)" if said.replace(".", "").isidentifier() else ""
-        raise Misuse(
-            f"the {kind} {said}, which the body uses, {how}, which runs steps again; bind it where the body is "
-            f"made{cure}, or pass it in the carry or in xs"
-        )
+        form = "partial(..., {}={})" if kind == "argument" else "lambda ..., {}={}: ..."
+        form = f" (`{form.format(last, said)}`)" if said.replace(".", "").isidentifier() else ""
+        cure = cure or f"bind it where the body is made{form}, or pass it in the carry or in xs"
+        raise Misuse(f"the {kind} {said}, which the body uses, {how}, which runs steps again; {cure}")
 
 
 def _of_module(module: nn.Module) -> tuple[Any, ...]:

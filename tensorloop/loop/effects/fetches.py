@@ -131,6 +131,9 @@ def own_dict(x: Any, key: str) -> Any:
     return known.dict_of(x)
 
 
+_MODAL = {"p", "momentum", "dropout", "lower"}  # attributes of modules of torch that do something else in training
+
+
 def elements(x: Any, key: Any = None) -> Any:
     """What is in a set, or in what is neither a plain dict, list nor tuple: no code of its class runs."""
     if isinstance(x, (set, frozenset)):
@@ -157,10 +160,9 @@ def parts(module: nn.Module) -> Any:
 
 
 def settings(module: nn.Module) -> dict[str, Any]:
-    """Its mode, and the plain values of one whose code nobody follows."""
-    own = module.__dict__
-    names = own if known.is_trusted(type(module).__module__ or "") else ("training",)
-    return {name: own[name] for name in names if name in own and _is_plain(own[name])}
+    """The plain values of a module whose code nobody follows; its mode, if by these it may do something else in it."""
+    own = module.__dict__ if known.is_trusted(type(module).__module__ or "") else {}
+    return {name: x for name, x in own.items() if _is_plain(x) and (name != "training" or not _MODAL.isdisjoint(own))}
 
 
 def hooks(module: nn.Module) -> Any:

@@ -1,7 +1,7 @@
 """Plans of loops that have TensorArrays in the carry: made for every length, and which lengths have been tried."""
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Hashable, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -28,7 +28,7 @@ class ArrayPlan(Plan):
 
     template: Template
     told: list[str] | None  # what the body's Python is told of tensors; None where that depends on lengths
-    tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
+    tried: set[tuple[Hashable, tuple[int, ...]]]
 
     def __init__(
         self,
