@@ -264,7 +264,7 @@ def test_what_a_thread_of_the_body_makes_is_part_of_the_step(in_thread: Callable
         threads.submit(lambda: [ahead + 1 for _ in range(20_000)]).result()
 
         def program(loops: Any, init: Tensor, w: Tensor) -> Any:
-            there = tl.loop.pure(lambda c: threads.submit(in_thread, c, w).result())
+            there = lambda c: threads.submit(in_thread, c, w).result()  # noqa: E731
             body = lambda i, c: rotate(there(c).cos()) + c  # noqa: E731
             return loops.fori_loop(0, 5, body, init * 1)
 

@@ -314,6 +314,12 @@ def part_that_is_more(count: Count) -> Any:
 
 
 @case
+def part_of_what_had_none(count: Count) -> Any:
+    model = nn.Sequential()
+    return lambda h: count.impure(h) if len(model) else h.sin(), lambda: model.append(nn.Tanh())
+
+
+@case
 def module_in_a_list(count: Count) -> Any:
     parts = nn.ModuleList([nn.Tanh()])
 

@@ -130,7 +130,8 @@ class Calls:
         if self.notes is not None and known.only_writes(module):
             for x in args:
                 self._handed_on(frame, x)
-                if type(held := known.dict_of(x)) is dict and known.only_writes(type(x).__module__):
+                writes = known.only_writes(type(x).__module__) and not self.is_new(x)
+                if writes and type(held := known.dict_of(x)) is dict:
                     self.notes.keep_all(held)
         if not known.is_trusted(module) or (args and _is_function(args[0])):
             return

@@ -381,7 +381,7 @@ class Judge(Calls):
         if isinstance(owner, Tensor) and name not in held and name != "requires_grad":
             return
         what = f"the attribute {name}"
-        if type(held) is dict and name in held and known.only_writes(kind.__module__):
+        if type(held) is dict and name in held and known.only_writes(kind.__module__) and not self.is_new(owner):
             if not _same(self.notes.keep_all(held).get(name), held[name]):
                 self.refuse(frame, f"reads {what} of a {kind.__name__}, which an earlier step has changed")
             return

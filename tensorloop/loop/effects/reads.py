@@ -443,4 +443,4 @@ def _is_referred(x: Any, expected: Any) -> bool:
 
 def _is_same_module(x: Any, expected: Any) -> bool:
     # All parts live as long as they are the same: so does each id.
-    return x is not None and not fetches.hooks(x) and (not expected or tuple(map(id, fetches.parts(x))) == expected)
+    return x is not None and not fetches.hooks(x) and tuple(map(id, fetches.parts(x))) == expected
