@@ -109,6 +109,7 @@ def at_rest(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         return function(*args, **kwargs)
     rest()
     if _here.tool is not None:
+        sys._getframe().f_trace_lines = False  # nobody has told the tool of this frame
         sys.settrace(_here.tool)
     for judge in judges:
         judge.resting = True
@@ -216,12 +217,18 @@ class _FrameFollower:
 
     def local_of_tool(self, frame: FrameType, event: str, arg: Any) -> Any:
         """Where there is a tool, too, which may have set another function for the frame."""
-        self.local_of_all(frame, event, arg)
-        if event == "return":
-            _tell_returns(next(k for k, (x, _) in enumerate(_here.told) if x is frame) + 1)
-            _here.told.pop()
-        if event != "opcode" and self.tool is not None:
-            self.tool = _tell(self.tool, frame, event, arg) or self.tool
+        at = next((k for k, (known_to_run, _) in enumerate(_here.told) if known_to_run is frame), None)
+        try:
+            self.local_of_all(frame, event, arg)
+        except BaseException:
+            _tell_returns(at)  # for Python traces a frame no longer whose function has raised
+            raise
+        if event != "opcode" and at is not None:
+            _tell_returns(at + 1)
+            if event == "return":
+                _here.told.pop()
+            if self.tool is not None:
+                self.tool = _tell(self.tool, frame, event, arg) or self.tool
         return self.local_of_tool
 
 
@@ -236,9 +243,9 @@ def _tell(tool: Any, frame: FrameType, event: str, arg: Any) -> Any:
     return found
 
 
-def _tell_returns(left: int) -> None:
+def _tell_returns(left: int | None) -> None:
     """Frames have ended while nobody traced, as when an effect was raised: there are so many left."""
-    while len(_here.told) > left:
+    while left is not None and len(_here.told) > left:
         frame, follower = _here.told.pop()
         if follower.tool is not None:
             follower.tool(frame, "return", None)

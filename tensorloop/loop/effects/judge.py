@@ -161,10 +161,10 @@ class Judge(Calls):
 
     def _find_young(self) -> set[int]:
         # In one call into C, so that no other thread runs while all have a second owner, which a growing tuple may not.
-        ids, mark = list[int](), id(self._mark)
+        mark = id(self._mark)
         for most in (_MOST_YOUNG, sys.maxsize):
-            last = itemgetter(slice(-most, None))
-            ids = next(map(list, map(map, repeat(id), map(last, map(gc.get_objects, (0,))))))
+            last: Any = itemgetter(slice(-most, None))
+            ids: Any = next(map(list, map(map, repeat(id), map(last, map(gc.get_objects, (0,))))))  # pyright: ignore[reportArgumentType]
             if mark in ids:
                 return set(ids[ids.index(mark) + 1 :])
         return set(ids)  # somebody has run the collector since: what is young is what was made after that
