@@ -11,7 +11,7 @@ PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer}
 
 def lacks_memory(x: Tensor) -> bool:
     """Whether a tensor's storage ends before its last number: somebody freed it, or made it smaller."""
-    if x.layout is not torch.strided or not has_storage(x):
+    if x.layout is not torch.strided or not has_storage(x) or x._has_symbolic_sizes_strides:
         return False
     there = x.untyped_storage().nbytes()
     if there >= x.nbytes and x.is_contiguous() and not x.storage_offset():

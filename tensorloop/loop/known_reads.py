@@ -10,6 +10,7 @@ from torch import Tensor
 
 from tensorloop._common.pytree import Tree
 from tensorloop._torch.overrides import modes
+from tensorloop._torch.storage import PLAIN
 from tensorloop.loop.effects.reads import Reads
 from tensorloop.loop.loop import Loop
 
@@ -92,9 +93,14 @@ def _alike(trees: tuple[Tree | None, ...], loop: Loop) -> bool:
 def root_of(loop: Loop) -> tuple[Hashable, ...]:
     """What is known of an eager loop before its steps."""
     slices = () if loop.slices is None else loop.slices.tensors
-    kinds = [x if x is None else (x.shape, x.dtype, x.requires_grad) for x, _ in slices]
-    kinds += [(x.shape, x.dtype, x.requires_grad) for x in loop.init if isinstance(x, Tensor)]
+    kinds = [x if x is None else (size_of(x), x.dtype, x.requires_grad) for x, _ in slices]
+    kinds += [(size_of(x), x.dtype, x.requires_grad) for x in loop.init if isinstance(x, Tensor)]
     return loop.name, tuple(code_of(called.function) for called in loop.functions), tuple(kinds)
+
+
+def size_of(x: Tensor) -> Hashable:
+    """A tensor's shape as a part of a key: symbols, which `make_fx` gives, have no hash."""
+    return x.shape if type(x) in PLAIN else str(x.shape)
 
 
 def code_of(function: Any) -> Any:

@@ -129,13 +129,11 @@ REFUSED += [(body, "asks of an argument whether it is a leaf") for body in (is_l
 
 
 @pytest.mark.parametrize(("body", "said"), REFUSED, ids=[body.__name__ for body, _ in REFUSED])
-@pytest.mark.eager_only("compiled loops refuse these in words of their own")
 def test_what_one_step_does_not_know_is_an_error(body: Body, said: str):
     with pytest.raises(RuntimeError, match=f"scan: the body, in step ., {said}.*; detach.. the carry in the body"):
         tl.scan(body, start(3 if body is by_two_steps else 1), XS, checkpoints=2)
 
 
-@pytest.mark.eager_only("compiled loops refuse these in words of their own")
 def test_in_loops_of_other_kinds():
     def body(h: Tensor) -> Tensor:
         return torch.sin(W * h + 1) + through_earlier_steps(h, h)[1]

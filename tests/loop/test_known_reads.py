@@ -627,7 +627,6 @@ def _put_back() -> Any:
         setattr(*_patched.pop())
 
 
-@pytest.mark.eager_only("both kinds of loop are asked for")
 @pytest.mark.parametrize("how", [{"compile": True}, {"checkpoints": 2}], ids=["compiled", "checkpoints"])
 @pytest.mark.parametrize("name", CASES)
 def test_what_has_changed_since_is_seen(name: str, how: dict[str, Any]) -> None:
@@ -685,7 +684,6 @@ class Cell(nn.Module):
         return sum(parts.values(), Adding(h).twice) * self.options.scale + x, h
 
 
-@pytest.mark.eager_only("both kinds of loop are asked for")
 @pytest.mark.parametrize("how", [{"compile": "strict"}, {"checkpoints": 2}], ids=["compiled", "checkpoints"])
 def test_a_step_that_is_known_is_not_followed_again(how: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
     known_reads.clear()
@@ -699,7 +697,6 @@ def test_a_step_that_is_known_is_not_followed_again(how: dict[str, Any], monkeyp
     assert followed(run, monkeypatch) == followed(run, monkeypatch) == 0
 
 
-@pytest.mark.eager_only("both kinds of loop are asked for")
 @pytest.mark.parametrize("how", [{"compile": "strict"}, {"checkpoints": 2}], ids=["compiled", "checkpoints"])
 def test_another_structure_of_the_carry_is_another_step(how: dict[str, Any]) -> None:
     def body(c: Any, x: Tensor) -> Any:
@@ -713,7 +710,6 @@ def test_another_structure_of_the_carry_is_another_step(how: dict[str, Any]) -> 
         torch.testing.assert_close(found, expected)
 
 
-@pytest.mark.eager_only("what is kept of loops that have ended")
 def test_known_steps_hold_no_objects() -> None:
     import gc
     import weakref
@@ -752,7 +748,6 @@ TOLD: dict[str, Callable[[Tensor], Any]] = {
 }
 
 
-@pytest.mark.eager_only("loops with checkpoints")
 @pytest.mark.parametrize("again", [False, True], ids=["first", "again"])
 @pytest.mark.parametrize("name", TOLD)
 def test_steps_are_followed_as_long_as_numbers_may_say_where_they_go(name: str, again: bool) -> None:

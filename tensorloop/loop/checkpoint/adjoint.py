@@ -234,8 +234,10 @@ class Solution(torch.autograd.Function):
                 "Trying to backward through a fixed point a second time, but what it kept was freed by the first; "
                 "give retain_graph=True to the first backward"
             )
-        values, params = ctx.saved_tensors[: ctx.n], equation.params or ctx.saved_tensors[ctx.n :]
-        found = named(equation.search.name)(_gradients)(equation, values, params, grads)
+        kept = ctx.saved_tensors  # asked for once: torch.utils.checkpoint gives it once
+        found = named(equation.search.name)(_gradients)(
+            equation, kept[: ctx.n], equation.params or kept[ctx.n :], grads
+        )
         if not keeps_graph():
             ctx.replay = None
         return (None, None, *[None] * ctx.n, *found)

@@ -16,7 +16,7 @@ from torch.nn import Module
 from tensorloop.compiler.place import HOST
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.effects.notes import contents
-from tensorloop.loop.known_reads import code_of
+from tensorloop.loop.known_reads import code_of, size_of
 from tensorloop.loop.loop import Loop
 
 # About microseconds of one core, without gradients, as `profiling/loop_overhead.py` has them; their ratios matter.
@@ -67,7 +67,7 @@ def _is_long(loop: Loop) -> bool:
 
 def _kind(loop: Loop) -> Hashable:
     """What is known of a loop before anything runs; how many steps it has, if that is known."""
-    carry = tuple((x.shape, x.dtype) if isinstance(x, Tensor) else type(x) for x in loop.init)
+    carry = tuple((size_of(x), x.dtype) if isinstance(x, Tensor) else type(x) for x in loop.init)
     functions = tuple(y for x in loop.functions for y in _of_function(x.function))
     return functions, carry, loop.length, torch.is_grad_enabled()
 

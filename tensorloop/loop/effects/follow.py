@@ -2,15 +2,15 @@
 
 Both tell of each frame that begins, and in those whose code is followed of each instruction before it runs. Only the
 body is followed: where it calls torch, the watch that makes the call rests (`resting`), since nothing of the user's
-runs below. Coverage tools and debuggers find themselves back when a step is over; on 3.11 they see no line of one that
-is followed.
+runs below. On 3.11 a coverage tool or debugger that has a trace function of its own is told what happens in frames that
+are followed, and finds itself back when a step is over.
 """
 
 import functools
 import sys
 import threading
-from collections.abc import Callable, Iterable, Iterator
-from contextlib import contextmanager
+from collections.abc import Callable, Iterable
+from itertools import repeat
 from types import CodeType, FrameType
 from typing import Any, TypeVar
 
@@ -36,19 +36,26 @@ _Followed = list[tuple[Judge, dict[int, InstructionCheck]]]
 class _FollowedHere(threading.local):
     judges: tuple[Judge, ...] = ()  # of steps that run in this thread, outermost first
     rests = 0
+    tool: Any = None  # the trace function that was there before, on Python 3.11
+
+    def __init__(self) -> None:
+        self.told: list[tuple[FrameType, _FrameFollower]] = []  # frames that the tool knows to run, outermost first
 
 
 _here = _FollowedHere()
 
 
-@contextmanager
-def following(judge: Judge) -> Iterator[None]:
-    """The user's code that runs inside is followed."""
-    state = start(judge)
-    try:
-        yield
-    finally:
-        stop(state)
+class following:
+    """The user's code that runs inside is followed. No generator: to a coverage tool it would return twice."""
+
+    def __init__(self, judge: Judge) -> None:
+        self._judge = judge
+
+    def __enter__(self) -> None:
+        self._state = start(self._judge)
+
+    def __exit__(self, *raised: Any) -> None:
+        stop(self._state)
 
 
 def without_effects(step: Callable[..., R], *given: Any) -> R:
@@ -101,6 +108,9 @@ def at_rest(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
     if not judges or judges[-1].resting:
         return function(*args, **kwargs)
     rest()
+    if _here.tool is not None:
+        sys._getframe().f_trace_lines = False  # nobody has told the tool of this frame
+        sys.settrace(_here.tool)
     for judge in judges:
         judge.resting = True
         if judge.kept is not None:
@@ -160,26 +170,33 @@ _never: dict[int, CodeType] = {}  # codes that are not followed, by id, which th
 
 
 @called_eagerly
-def _on_call(frame: FrameType, event: str, arg: Any) -> None:
+def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
     if id(frame.f_code) in _never:
-        return
+        return None
     followed = [(judge, table) for judge in _here.judges if (table := judge.starts(frame))]
     if not followed:
         if known.is_trusted(known.module_of(frame)):
             _never[id(frame.f_code)] = frame.f_code
-        return
-    frame.f_trace_opcodes, frame.f_trace_lines = True, False
+        return None
+    follower, tool = _FrameFollower(followed), _here.tool
+    frame.f_trace_opcodes, frame.f_trace_lines = True, tool is not None
+    if tool is not None:
+        _here.told.append((frame, follower))
+        follower.tool = _tell(tool, frame, event, arg)
+        return follower.local_of_tool
     one = len(followed) == 1 and followed[0][0].paths is None
-    frame.f_trace = _FrameFollower(followed).local if one else _FrameFollower(followed).local_of_all
+    frame.f_trace = follower.local if one else follower.local_of_all
+    return frame.f_trace
 
 
 @runs_eagerly
 class _FrameFollower:
     """Follows one frame, by its method `local`: a closure would hold itself."""
 
-    __slots__ = ("before", "check_at", "followed", "raised")
+    __slots__ = ("before", "check_at", "followed", "raised", "tool")
 
     def __init__(self, followed: _Followed) -> None:
+        self.tool: Any = None  # what the tool that was there before wants to be told by
         (judge, table), *_ = self.followed = followed
         self.before, self.check_at, self.raised = judge.before, table.get, judge.raised
 
@@ -199,6 +216,53 @@ class _FrameFollower:
         elif event == "exception":
             for judge, _ in self.followed:
                 judge.raised.add(id(arg[1]))
+
+    def local_of_tool(self, frame: FrameType, event: str, arg: Any) -> Any:
+        """Where there is a tool, too, which may have set another function for the frame."""
+        at = next((k for k, (known_to_run, _) in enumerate(_here.told) if known_to_run is frame), None)
+        try:
+            self.local_of_all(frame, event, arg)
+        except BaseException:
+            _tell_returns(at)  # for Python traces a frame no longer whose function has raised
+            raise
+        if event != "opcode" and at is not None:
+            _tell_returns(at + 1)
+            if event == "return":
+                _here.told.pop()
+            if self.tool is not None:
+                self.tool = _tell(self.tool, frame, event, arg) or self.tool
+        return self.local_of_tool
+
+
+def _tell(tool: Any, frame: FrameType, event: str, arg: Any) -> Any:
+    """Tells a trace function, which may set itself, or another one, as a debugger does that is not to stop again."""
+    found = tool(frame, event, arg)
+    if (now := sys.gettrace()) is not _on_call:
+        _here.tool = now
+        sys.settrace(_on_call)
+        for other, follower in _here.told:
+            other.f_trace = follower.local_of_tool
+    return found
+
+
+def _tell_returns(left: int | None) -> None:
+    """Frames have ended while nobody traced, as when an effect was raised: there are so many left."""
+    while left is not None and len(_here.told) > left:
+        frame, follower = _here.told.pop()
+        if follower.tool is not None:
+            follower.tool(frame, "return", None)
+
+
+def _tell_calls(tool: Any) -> None:
+    """A tool in C takes every return from here on for that of the last frame that it was told of: so it knows all."""
+    frame, unknown = sys._getframe(), list[FrameType]()
+    while frame is not None and frame.f_trace is not tool:
+        unknown.append(frame)
+        frame = frame.f_back
+    if frame is not None:
+        for unseen in unknown:
+            unseen.f_trace = tool
+        list(map(tool, reversed(unknown), repeat("call"), repeat(None)))
 
 
 def _before(followed: _Followed, frame: FrameType, offset: int) -> None:
@@ -324,21 +388,31 @@ else:
 
     def start(judge: Judge) -> Any:
         """From here on the user's code in this thread is followed."""
-        state, _here.judges = (_here.judges, sys.gettrace()), (*_here.judges, judge)
+        tool = sys.gettrace()
+        state, _here.judges = (_here.judges, tool, _here.tool, len(_here.told)), (*_here.judges, judge)
+        if tool is not _on_call:
+            _here.tool = tool
         resume()
         return state
 
     def stop(state: Any) -> None:
         """Ends what `start` began, which gave `state`."""
         now = sys.gettrace()
-        sys.settrace(state[1])
-        judge, _here.judges = _here.judges[-1], state[0]
+        sys.settrace(None)
+        judge = _here.judges[-1]
+        _here.judges, before, tool, told = state
         _let_go(judge)
         if now is not _on_call and judge.seen is None and now is not None:  # a debugger was begun in the body, say
             judge.seen = Effect("sets another trace function", ("<unknown>", 0))
+        _tell_returns(told)
+        if before is not _on_call:
+            before, _here.tool = _here.tool, tool
+            if before is not None:
+                _tell_calls(before)
+        sys.settrace(before)
 
     rest = functools.partial(sys.settrace, None)
 
     def resume() -> None:
         """Goes on."""
-        tracer(_on_call)()
+        sys.settrace(_on_call) if _here.tool is not None else tracer(_on_call)()

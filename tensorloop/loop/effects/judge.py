@@ -12,6 +12,8 @@ import sys
 import types
 from collections.abc import Iterable
 from contextvars import ContextVar
+from itertools import repeat
+from operator import itemgetter
 from typing import Any
 
 from torch import Tensor
@@ -37,6 +39,7 @@ from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands
 from tensorloop.loop.effects.reads import Reads
 
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
+_MOST_YOUNG = 2048  # objects among which those of a step are looked for first
 _KEYWORDS = 8  # flag of codes that take **kwargs
 # Judges in all threads: the collector rests while there are any, and what a finalizer may not do is not printed.
 _COUNTED: dict[str, Any] = {"n": 0, "collects": True, "said by": None}
@@ -95,6 +98,8 @@ class Judge(Calls):
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
         self.finish()
         self.begun, self._older_dicts, self._young, self._mark, self.given_here = {}, {}, None, None, ()
+        if self.seen is not None:
+            self.seen.__traceback__ = None
         _COUNTED["n"] -= 1
         if not _COUNTED["n"]:
             if _COUNTED["collects"]:
@@ -175,15 +180,14 @@ class Judge(Calls):
         return id(x) in self._young
 
     def _find_young(self) -> set[int]:
-        tracked, young = gc.get_objects(0), set[int]()
-        # Without the mark: somebody has run the collector since, so that what is young is what was made after that.
-        for x in reversed(tracked):
-            if x is self._mark:
-                break
-            young.add(id(x))
-        # At once: a tuple that is being built from a generator may have no second owner while it grows.
-        tracked.clear()
-        return young
+        # In one call into C, so that no other thread runs while all have a second owner, which a growing tuple may not.
+        mark = id(self._mark)
+        for most in (_MOST_YOUNG, sys.maxsize):
+            last: Any = itemgetter(slice(-most, None))
+            ids: Any = next(map(list, map(map, repeat(id), map(last, map(gc.get_objects, (0,))))))  # pyright: ignore[reportArgumentType]
+            if mark in ids:
+                return set(ids[ids.index(mark) + 1 :])
+        return set(ids)  # somebody has run the collector since: what is young is what was made after that
 
     def owns(self, x: Any) -> bool:
         """Whether what is stored in an object lies in it alone, and the step made it."""

@@ -233,8 +233,8 @@ class _Traced(torch.autograd.Function):
         n = len(wants)
         if all(g is None for g in grads):
             return (None,) * (n + 3)
-        tensors, kept = ctx.saved_tensors[:n], ctx.saved_tensors[n:]
-        given = torch.ops.tensorloop.loop_backward(text, list(tensors), steps, wants, list(kept), list(grads))
+        kept = list(ctx.saved_tensors)  # asked for once: torch.utils.checkpoint gives it once
+        given = torch.ops.tensorloop.loop_backward(text, kept[:n], steps, wants, kept[n:], list(grads))
         by_place = dict(zip(prepared_loop(text, wants).targets(grads), given, strict=True))
         return (None, None, None, *(by_place.get(i) for i in range(n)))
 

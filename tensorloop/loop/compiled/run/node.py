@@ -245,9 +245,9 @@ class Looped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs the loop backward."""
         run: RunAtOnce = ctx.run
-        n = len(run.plan.step.inputs)
-        found = [None] * n if all(g is None for g in grads) else _gradients(run, ctx.saved_tensors, n, grads)
-        spare_hooks(ctx.saved_tensors[:n], found)
+        n, kept = len(run.plan.step.inputs), ctx.saved_tensors  # asked for once: torch.utils.checkpoint gives it once
+        found = [None] * n if all(g is None for g in grads) else _gradients(run, kept, n, grads)
+        spare_hooks(kept[:n], found)
         return (None, *found)
 
 

@@ -1,0 +1,192 @@
+"""Loops beside tools that trace Python, as coverage and debuggers do: each sees what it would without the other."""
+
+import ctypes
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from types import FrameType
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensorloop as tl
+
+HERE = __file__
+OPTIONS = [{}, {"checkpoints": 2}, {"compile": True}, {"compile": True, "checkpoints": 2}]
+pytestmark = [
+    pytest.mark.eager_only("what a tool sees depends on how a loop runs, which each test says", run=False),
+    pytest.mark.filterwarnings("ignore::tensorloop.loop.NotCompiledWarning"),
+]
+log: list[Any] = []
+
+
+class InC:
+    """A trace function in C, as coverage's: it is given all frames, and sets itself again at a call."""
+
+    def __init__(self) -> None:
+        self.stack: list[FrameType] = []
+        self.lines: set[int] = set()  # of this file
+        self.wrong: list[str] = []
+        kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p)
+        self._function = kind(self._event)
+        self._mine = {x.__code__ for x in (InC.__call__, InC.begin, InC._event)}
+        self._before: list[FrameType] = []  # frames of which it saw no call
+        frame: FrameType | None = sys._getframe()
+        while (frame := frame.f_back) is not None:
+            self._before.append(frame)
+
+    def begin(self) -> None:
+        ctypes.pythonapi.PyEval_SetTrace(self._function, ctypes.py_object(self))
+
+    def __call__(self, frame: FrameType, event: str, arg: Any) -> Any:
+        self._event(self, frame, ("call", "exception", "line", "return").index(event), None)
+        if event == "call":
+            self.begin()
+        return self
+
+    def _event(self, me: Any, frame: FrameType, what: int, arg: Any) -> int:
+        if frame.f_code in self._mine or frame in self._before:
+            return 0
+        if what == 0:
+            self.stack.append(frame)
+            frame.f_trace = self
+        elif what == 2:
+            if not self.stack or self.stack[-1] is not frame:
+                self.wrong.append(f"{frame.f_code.co_qualname}:{frame.f_lineno}")
+            elif frame.f_code.co_filename == HERE:
+                self.lines.add(frame.f_lineno)
+        elif what == 3 and self.stack and self.stack.pop() is not frame:
+            self.wrong.append(f"the end of {frame.f_code.co_qualname}")
+        return 0
+
+
+def half(h: Tensor) -> Tensor:
+    kept = h / 2
+    return kept
+
+
+class Square(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx.save_for_backward(x)
+        return x * x
+
+    @staticmethod
+    def backward(ctx: Any, g: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+        (x,) = ctx.saved_tensors
+        return 2 * x * g
+
+
+@contextmanager
+def block() -> Iterator[int]:
+    try:
+        yield 2
+    finally:
+        pass
+
+
+def pure(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    with block() as n:
+        parts = [k * h for k in range(n)]
+    return half(sum(parts, x)), h
+
+
+def by_function(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+    return torch.tanh(h + Square.apply(x)), None
+
+
+def lists(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    log.append(1)
+    return h + x, h
+
+
+def swallows(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    try:
+        log.append(1)
+    except BaseException:
+        h = h * 2
+    h = torch.tanh(h)
+    return h + x, h
+
+
+def deep(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def inner(z: Tensor) -> Tensor:
+        log[:] = [1]
+        return z
+
+    return inner(h) + x, h
+
+
+def nested(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    h, _ = tl.scan(pure, h, torch.stack([x, x]), checkpoints=1)
+    return h, h
+
+
+@tl.loop.pure
+def note(h: Tensor) -> None:
+    log.append(tl.scan(pure, torch.zeros(2), torch.ones(3, 2), checkpoints=1))
+
+
+def notes(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    note(h)
+    h = h + x
+    return h, h
+
+
+def raises(h: Tensor, x: Tensor) -> Any:
+    half(h)
+    raise ValueError("no")
+
+
+class Counts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.n = 0
+
+    def forward(self, h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        self.n += 1
+        return h + x / self.n, h
+
+
+BODIES = {
+    "pure": lambda: pure,
+    "Function": lambda: by_function,
+    "lists": lambda: lists,
+    "swallows": lambda: swallows,
+    "deep": lambda: deep,
+    "nested": lambda: nested,
+    "notes": lambda: notes,
+    "raises": lambda: raises,
+    "Counts": Counts,
+}
+
+
+def gradient(body: Any, options: Any) -> Tensor | str:
+    xs = torch.linspace(-1, 1, 10, dtype=torch.float64).reshape(5, 2).requires_grad_()
+    try:
+        h = tl.scan(body, torch.zeros(2, dtype=torch.float64), xs, **options)[0]
+        (found,) = torch.autograd.grad(h.sum(), xs)
+    except (RuntimeError, ValueError) as error:
+        return type(error).__name__
+    return found
+
+
+def lines_of(function: Any) -> set[int]:
+    return {n for *_, n in function.__code__.co_lines() if n and n > function.__code__.co_firstlineno}
+
+
+@pytest.mark.skipif(sys.version_info >= (3, 12), reason="bodies are followed by sys.monitoring there")
+@pytest.mark.parametrize("options", OPTIONS, ids=str)
+@pytest.mark.parametrize("name", BODIES)
+def test_a_tool_in_c_sees_each_frame_end_that_it_saw_begin(name: str, options: Any) -> None:
+    expected = gradient(BODIES[name](), options)
+    before, tool = sys.gettrace(), InC()
+    tool.begin()
+    found = [gradient(BODIES[name](), options) for _ in range(2)]
+    after = sys.gettrace()
+    sys.settrace(before)
+    assert after is tool
+    assert (tool.wrong, tool.stack) == ([], [])
+    assert all(str(x) == str(expected) for x in found)
