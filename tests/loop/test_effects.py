@@ -379,7 +379,7 @@ class Failures:
     n = found = 0
 
 
-@pytest.mark.eager_only("the kind of loop is given")
+@pytest.mark.eager_only("the kind of loop is given", run=False)
 @pytest.mark.parametrize("how", [{"compile": True}, {"compile": True, "checkpoints": 2}], ids=["compiled", "both"])
 def test_what_comes_after_a_refusal_that_the_body_has_caught_is_refused_too(how: dict[str, Any]) -> None:
     items: list[int] = []
@@ -413,7 +413,7 @@ class Finalized:
         Finalized.n += 1
 
 
-@pytest.mark.eager_only("the kind of loop is given")
+@pytest.mark.eager_only("the kind of loop is given", run=False)
 def test_a_finalizer_may_not_hide_an_effect(capfd: pytest.CaptureFixture[str]) -> None:
     items: list[int] = []
 
@@ -432,7 +432,7 @@ def test_a_finalizer_may_not_hide_an_effect(capfd: pytest.CaptureFixture[str]) -
     assert capfd.readouterr().err == ""
 
 
-@pytest.mark.eager_only("the kind of loop is given")
+@pytest.mark.eager_only("the kind of loop is given", run=False)
 @pytest.mark.parametrize("reads_a_value", [False, True])
 def test_a_context_variable_that_had_no_value_has_none_afterwards(reads_a_value: bool) -> None:
     number: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
@@ -452,7 +452,7 @@ def test_a_context_variable_that_had_no_value_has_none_afterwards(reads_a_value:
     assert found[0] == found[1]
 
 
-@pytest.mark.eager_only("the kind of loop is given")
+@pytest.mark.eager_only("the kind of loop is given", run=False)
 def test_a_condition_that_writes_to_a_file_is_asked_no_more_than_by_the_eager_loop() -> None:
     file = io.StringIO()
 
@@ -487,7 +487,7 @@ def test_an_object_is_as_old_as_it_is_where_its_dict_lies_where_something_new_wa
         judge.end()
 
 
-@pytest.mark.eager_only("it asks for the loops itself")
+@pytest.mark.eager_only("it asks for the loops itself", run=False)
 @pytest.mark.filterwarnings("ignore:scan. not compiled")
 @pytest.mark.parametrize("reads", [False, True])
 def test_a_variable_of_a_context_with_a_default_is_put_back(reads: bool) -> None:
@@ -506,7 +506,7 @@ def test_a_variable_of_a_context_with_a_default_is_put_back(reads: bool) -> None
     torch.testing.assert_close(found, looped(body, (torch.zeros(2, dtype=torch.float64), tl.TensorArray()))[0][0])
 
 
-@pytest.mark.eager_only("it asks for the loops itself")
+@pytest.mark.eager_only("it asks for the loops itself", run=False)
 @pytest.mark.filterwarnings("ignore:scan. not compiled")
 def test_whether_two_numbers_are_one_object() -> None:
     def body(carry: Any, x: torch.Tensor) -> Any:
@@ -544,7 +544,7 @@ def test_where_a_carry_lies_is_not_asked_with_checkpoints() -> None:
         looped(body, init, checkpoints=2)
 
 
-@pytest.mark.eager_only("it asks for checkpoints alone")
+@pytest.mark.eager_only("it asks for checkpoints alone", run=False)
 @pytest.mark.parametrize("way", ["variable", "attribute", "item", "getattr"])
 @pytest.mark.parametrize("same", [True, False])
 def test_a_step_that_sets_what_it_found_missing_repeats_itself_or_is_refused(way: str, same: bool) -> None:
@@ -584,7 +584,7 @@ def test_a_step_that_sets_what_it_found_missing_repeats_itself_or_is_refused(way
     torch.testing.assert_close(torch.autograd.grad(out, init), torch.autograd.grad(true, init))
 
 
-@pytest.mark.eager_only("it asks for the loops itself")
+@pytest.mark.eager_only("it asks for the loops itself", run=False)
 @pytest.mark.filterwarnings("ignore:scan. not compiled")
 def test_a_first_step_apart_hands_on_tensors_that_share_memory() -> None:
     def run(**options: Any) -> Any:

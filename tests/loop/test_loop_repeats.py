@@ -259,6 +259,7 @@ def test_a_check_names_the_step_and_what_differs(draws: bool, where: str, create
         grad(carry["h"].sum() + ys.sum(), w, create_graph=create_graph)
 
 
+@pytest.mark.eager_only("no step of a compiled loop runs again", run=False)
 @pytest.mark.parametrize(("layer", "refused"), [(nn.Dropout(0.5), True), (nn.Tanh(), False)])
 def test_the_mode_of_a_module_matters_where_it_has_one(layer: nn.Module, refused: bool) -> None:
     part, init = nn.Sequential(layer, nn.Tanh()), randn(2)

@@ -81,7 +81,7 @@ def _works(made: Callable[[Any], Callable[[], None]]) -> bool:
 
     def local(frame: Any, event: str, arg: Any) -> None:
         events.append(event)
-        if event == "opcode" and events.count("opcode") in (3, 9):
+        if event == "opcode" and events.count("opcode") == 3:
             raise ZeroDivisionError
 
     def probe() -> int:
@@ -93,9 +93,7 @@ def _works(made: Callable[[Any], Callable[[], None]]) -> bool:
     before = sys.gettrace()
     made(begins)()
     try:
-        probe()
-    except ZeroDivisionError:
-        pass
+        result = probe()
     finally:
         sys.settrace(before)
-    return events.count("opcode") >= 9
+    return result == 2 and events.count("opcode") > 6
