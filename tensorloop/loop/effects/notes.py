@@ -108,7 +108,7 @@ class Undone(StepNotes):
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
         super().writes(owner, name, was, anew)
-        return name is not ELEMENTS or _copied(owner) is not None
+        return _can_put_back(owner, name)
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
@@ -125,7 +125,8 @@ class Asked(StepNotes):
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
-        return self.writers and (id(owner), name) not in self._read and super().writes(owner, name, was, anew)
+        may = self.writers and (id(owner), name) not in self._read and _can_put_back(owner, name)
+        return may and super().writes(owner, name, was, anew)
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
@@ -146,6 +147,10 @@ class Asked(StepNotes):
     def keep(self) -> None:
         """What has been written so far is done."""
         self._before.clear()
+
+
+def _can_put_back(owner: Any, name: Any) -> bool:
+    return name is not ELEMENTS or _copied(owner) is not None
 
 
 def _copied(x: Any) -> Any:
