@@ -132,7 +132,7 @@ class Loop:
     def begin(self) -> State:
         """The first state, which a body may change without the caller seeing it."""
         # What a step gave goes on as it is: leaves that are one tensor, or share memory, do so in the next step, too.
-        return [*self.init] if self.goes_on else [own(x) for x in self.init]
+        return [x if self.goes_on and isinstance(x, Tensor) else own(x) for x in self.init]
 
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """Step t: the next state and y."""

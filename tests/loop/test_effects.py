@@ -591,12 +591,12 @@ def test_a_first_step_apart_hands_on_tensors_that_share_memory() -> None:
         holder = types.SimpleNamespace()
 
         def body(carry: Any, x: torch.Tensor) -> Any:
-            h, q = carry
+            h, q, rows = carry
             h.mul_(0.9)
             holder.n = getattr(holder, "n", 0) + 1
-            return (h, h[None][0]), q.clone()
+            return (h, h[None][0], rows.append(q)), q.clone()
 
-        init = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64)
+        init = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), tl.TensorArray()
         return looped(body, init, **options)[1]
 
     torch.testing.assert_close(run(compile=True), run())

@@ -2,7 +2,7 @@
 
 import sys
 from array import array
-from collections import deque
+from collections import OrderedDict, deque
 from collections.abc import Callable
 from contextvars import ContextVar
 from types import FunctionType
@@ -139,7 +139,8 @@ def elements(x: Any, key: Any = None) -> Any:
     if isinstance(x, (set, frozenset)):
         return frozenset(filter(_is_plain, set.__iter__(x) if isinstance(x, set) else frozenset.__iter__(x)))
     if isinstance(x, dict):
-        return tuple((k, y) for k, y in dict.items(x) if _is_plain(k) and _is_plain(y))
+        items = OrderedDict.items(x) if isinstance(x, OrderedDict) else dict.items(x)
+        return tuple((k, y) for k, y in items if _is_plain(k) and _is_plain(y))
     kinds: tuple[Any, ...] = list, tuple, deque
     for kind in kinds:
         if isinstance(x, kind):
