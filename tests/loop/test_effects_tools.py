@@ -1,7 +1,11 @@
-"""Loops beside tools that trace Python, as coverage and debuggers do: each sees what it would without the other."""
+"""Loops beside tools that trace Python, as coverage and debuggers do: both see what they would see alone."""
 
+import cProfile
 import ctypes
+import inspect
+import pstats
 import sys
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from types import FrameType
@@ -173,11 +177,12 @@ def gradient(body: Any, options: Any) -> Tensor | str:
     return found
 
 
-def lines_of(function: Any) -> set[int]:
-    return {n for *_, n in function.__code__.co_lines() if n and n > function.__code__.co_firstlineno}
+by_trace_function = pytest.mark.skipif(
+    sys.version_info >= (3, 12), reason="bodies are followed by sys.monitoring there"
+)
 
 
-@pytest.mark.skipif(sys.version_info >= (3, 12), reason="bodies are followed by sys.monitoring there")
+@by_trace_function
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", BODIES)
 def test_a_tool_in_c_sees_each_frame_end_that_it_saw_begin(name: str, options: Any) -> None:
@@ -190,3 +195,110 @@ def test_a_tool_in_c_sees_each_frame_end_that_it_saw_begin(name: str, options: A
     assert after is tool
     assert (tool.wrong, tool.stack) == ([], [])
     assert all(str(x) == str(expected) for x in found)
+
+
+@by_trace_function
+@pytest.mark.parametrize("options", [{"checkpoints": 1}, {"compile": "strict"}], ids=str)
+def test_a_tool_sees_all_lines_of_a_step_that_is_followed(options: Any) -> None:
+    """Also of a single step, and of the helpers that it calls."""
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        with block() as n:
+            h = half(h) * n
+        return h, None
+
+    before, tool = sys.gettrace(), InC()
+    tool.begin()
+    tl.scan(body, torch.zeros(2), torch.ones(1, 2, requires_grad=True), **options)
+    sys.settrace(before)
+    codes = [f.__code__ for f in (body, half, inspect.unwrap(block))]
+    lines = {n for code in codes for *_, n in code.co_lines() if n and n > code.co_firstlineno}
+    assert lines - tool.lines == set()
+
+
+@by_trace_function
+@pytest.mark.parametrize("options", OPTIONS[1:3], ids=str)
+def test_a_debugger_stops_in_a_step_and_goes_on(options: Any) -> None:
+    """It takes its functions away when it goes on; the step is followed all the same."""
+    stops, stop_at = list[str](), half.__code__.co_firstlineno + 2
+    counts = Counts()
+
+    def on_line(frame: FrameType, event: str, arg: Any) -> Any:
+        if event == "line" and frame.f_code is half.__code__ and frame.f_lineno == stop_at:
+            stops.append(str(frame.f_locals["kept"].shape))
+            sys.settrace(None)
+            at: FrameType | None = frame
+            while at is not None:
+                at.f_trace = None
+                at = at.f_back
+        return on_line
+
+    def body(h: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        h = half(h)
+        return counts(h, x)[0], None
+
+    expected = gradient(body, {})
+    counts.n, before = 0, sys.gettrace()
+    sys.settrace(on_line)
+    found = gradient(body, options)
+    after = sys.gettrace()
+    sys.settrace(before)
+    assert (stops, after) == (["torch.Size([2])"], None)
+    assert str(found) == ("RuntimeError" if "checkpoints" in options else str(expected))
+
+
+@pytest.mark.parametrize("how", ["pdb.pm()", "breakpoint()"])
+def test_a_body_that_begins_a_debugger_is_refused_before_it_does(how: str) -> None:
+    found: dict[str, Any] = {"__name__": "users"}
+    exec(f"import pdb\ndef body(c, x):\n    {how}\n    return c + x, None", found)
+    with pytest.raises(RuntimeError, match=rf"the body calls {how[:-2]}\(\)"):
+        tl.scan(found["body"], torch.zeros(2), torch.ones(3, 2), checkpoints=2)
+
+
+def test_a_profiler_sees_the_steps() -> None:
+    profile = cProfile.Profile()
+    profile.enable()
+    gradient(pure, {"checkpoints": 2})
+    profile.disable()
+    calls = {name: n for (*_, name), (_, n, *_) in pstats.Stats(profile).stats.items()}  # pyright: ignore[reportAttributeAccessIssue]
+    assert calls["half"] > 5
+
+
+def test_threads_with_tools_and_without_run_loops() -> None:
+    """Each has its own; and what other threads make while a step is followed is not held for a moment."""
+    expected, wrong, ends = str(gradient(pure, {})), list[str](), threading.Event()
+
+    def trace(frame: FrameType, event: str, arg: Any) -> Any:
+        return trace
+
+    def loops(tool: Any) -> None:
+        sys.settrace(tool)
+        for options in OPTIONS * 3:
+            for name, right in (("pure", expected), ("raises", "ValueError")):
+                if (found := str(gradient(BODIES[name](), options))) != right:
+                    wrong.append(f"{name} {options}: {found}")
+            if sys.gettrace() is not tool:
+                wrong.append("another tool")
+
+    def grows() -> None:
+        while not ends.is_set():
+            try:
+                tuple(k for k in range(300))  # which no one else may own while it grows
+            except SystemError as error:
+                wrong.append(str(error))
+
+    others = [threading.Thread(target=grows) for _ in range(2)]
+    threads = [threading.Thread(target=loops, args=(tool,)) for tool in (None, trace, None)]
+    interval = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    try:
+        for thread in (*others, *threads):
+            thread.start()
+        for thread in threads:
+            thread.join()
+    finally:
+        ends.set()
+        sys.setswitchinterval(interval)
+    for thread in others:
+        thread.join()
+    assert wrong == []

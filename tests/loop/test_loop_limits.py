@@ -349,25 +349,32 @@ def test_export_and_make_fx_unroll() -> None:
         torch.export.export(Module(whiled), (torch.zeros(3),), strict=False)
 
 
-def test_make_fx_with_symbolic_sizes_unrolls() -> None:
+@pytest.mark.filterwarnings("ignore::tensorloop.loop.NotCompiledWarning")
+@pytest.mark.parametrize("options", [{}, {"checkpoints": 2}, {"compile": True, "checkpoints": 2}], ids=str)
+def test_make_fx_with_symbolic_sizes_unrolls(options: Any) -> None:
     """T becomes a number; the other sizes stay symbols."""
 
     def stepped(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return torch.sin(c) * x, c + x
 
+    def counted(c: Any) -> Any:
+        return c[0].sin(), c[1] + 1
+
     def grown(array: tl.TensorArray, x: Tensor) -> tuple[tl.TensorArray, Tensor]:
         return array.append(x.cos()), array[:].sum(0)
 
     functions: dict[str, Callable[[Tensor], Tensor]] = {
-        "scan": lambda x: tl.scan(stepped, x[0], x)[1],
+        "scan": lambda x: tl.scan(stepped, x[0], x, **options)[1],
         "reverse": lambda x: tl.scan(stepped, x[:, 0], x, dim=1, reverse=True)[0],
-        "map": lambda x: tl.map(torch.sin, x),
+        "map": lambda x: tl.map(torch.sin, x, **options),
         "chunks": lambda x: tl.map(torch.sin, x, batch_size=2),
         "fori_loop": lambda x: tl.fori_loop(0, x.shape[0], lambda i, c: c * x[i], x[0]),
-        "while_loop": lambda x: tl.while_loop(lambda c: c[1] < 3, lambda c: (c[0].sin(), c[1] + 1), (x, 0))[0],
+        "while_loop": lambda x: tl.while_loop(lambda c: c[1] < 3, lambda c: (c[0].sin(), c[1] + 1), (x, 0), **options)[
+            0
+        ],
         "associative_scan": lambda x: tl.associative_scan(torch.mul, x),
         "array": lambda x: tl.scan(grown, tl.TensorArray().append(x[0]), x)[1],
-        "gradient": lambda x: grad(tl.scan(stepped, x[0], x)[1].sum(), x)[0],
+        "gradient": lambda x: grad(tl.scan(stepped, x[0], x, **options)[1].sum(), x)[0],
     }
     for name, function in functions.items():
         x = torch.rand(4, 3, requires_grad=name == "gradient")

@@ -127,6 +127,8 @@ class Calls:
 
     def _in_python(self, frame: _Frame, f: Any, args: list[Any]) -> None:
         module, name = f.__module__ or "", f.__name__
+        if module == "pdb":
+            return self.refuse(frame, f"calls pdb.{name}()")
         if self.notes is not None and known.only_writes(module):
             for x in args:
                 self._handed_on(frame, x)
@@ -134,7 +136,7 @@ class Calls:
                 if writes and type(held := known.dict_of(x)) is dict:
                     self.notes.keep_all(held)
         if not known.is_trusted(module) or (args and _is_function(args[0])):
-            return
+            return None
         self._torchs_state(frame, f"{module}.{name}()", name)
         if self.kept is not None:  # tensors that torch is given show in its calls
             of_torch = module.partition(".")[0] in ("torch", "tensorloop")

@@ -174,12 +174,15 @@ def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
     if id(frame.f_code) in _never:
         return None
     followed = [(judge, table) for judge in _here.judges if (table := judge.starts(frame))]
+    tool = _here.tool
     if not followed:
-        if known.is_trusted(known.module_of(frame)):
+        trusted = known.is_trusted(known.module_of(frame))
+        if trusted:
             _never[id(frame.f_code)] = frame.f_code
-        return None
-    follower, tool = _FrameFollower(followed), _here.tool
-    frame.f_trace_opcodes, frame.f_trace_lines = True, tool is not None
+        if trusted or tool is None:
+            return None
+    follower = _FrameFollower(followed)
+    frame.f_trace_opcodes, frame.f_trace_lines = bool(followed), tool is not None
     if tool is not None:
         _here.told.append((frame, follower))
         follower.tool = _tell(tool, frame, event, arg)
@@ -197,8 +200,9 @@ class _FrameFollower:
 
     def __init__(self, followed: _Followed) -> None:
         self.tool: Any = None  # what the tool that was there before wants to be told by
-        (judge, table), *_ = self.followed = followed
-        self.before, self.check_at, self.raised = judge.before, table.get, judge.raised
+        self.followed = followed
+        for judge, table in followed[:1]:
+            self.before, self.check_at, self.raised = judge.before, table.get, judge.raised
 
     def local(self, frame: FrameType, event: str, arg: Any) -> None:
         """Of a step that is followed by one judge, on every path. 3.11 goes on with a function that returns None."""
