@@ -84,7 +84,7 @@ def _alike(trees: tuple[Tree | None, ...], loop: Loop) -> bool:
         if was is not now:
             if was is None or now is None:
                 return False
-            if not was.alike(now, (loop.init, loop.context.leaves, loop.slices and loop.slices.tensors)[k]):
+            if not was.alike(now, (loop.init, loop.context.leaves, loop.slices.tensors if loop.slices else ())[k]):
                 return False
     return True
 

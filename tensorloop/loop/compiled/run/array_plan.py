@@ -28,7 +28,7 @@ class ArrayPlan(Plan):
 
     template: Template
     told: list[str] | None  # what the body's Python is told of tensors; None where that depends on lengths
-    tried: set[tuple[tuple[Any, ...], tuple[int, ...]]]
+    tried: set[tuple[Any, tuple[int, ...]]]
 
     def __init__(
         self,
