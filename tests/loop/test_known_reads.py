@@ -334,7 +334,7 @@ def module_in_a_list(count: Count) -> Any:
 @case
 def hook(count: Any) -> Any:
     model = nn.Sequential(nn.Tanh())
-    return lambda h: model(h), lambda: model[0].register_forward_hook(lambda _, __, out: count.impure(out))
+    return lambda h: model(h), lambda: model[0].register_forward_hook(lambda *given: count.impure(given[-1]))
 
 
 @case
@@ -461,7 +461,7 @@ def argument_that_a_partial_gets(count: Count) -> Any:
     def use(h: Tensor, on: bool = False) -> Tensor:
         return count.impure(h) if on else h.sin()
 
-    fn = functools.partial(use)
+    fn: Any = functools.partial(use)
     return lambda h: fn(h), lambda: fn.keywords.update(on=True)
 
 
