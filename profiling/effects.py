@@ -1,7 +1,9 @@
-"""What it costs that the Python of a body is followed: later calls of compiled loops, and first calls with checkpoints.
+"""What it costs that the Python of a body is followed: later calls of compiled loops, and calls with checkpoints.
 
-Each loop runs in turn as it is and with `tl.loop.pure(body_fn)`, which nobody follows; the ratio of the least process
-times of many is printed. Loops have 20 steps; with checkpoints the steps that are followed are the first two.
+A step that was followed is known by what it read: a later call compares that, and follows nothing. Each loop runs in
+turn as it is and with all forgotten before each call, so that its steps are followed every time; the ratio of the least
+process times of many is printed, and how long the comparison takes. Loops have 20 steps; with checkpoints the steps
+that are followed are the first two.
 
     python profiling/effects.py            200 calls of each
     python profiling/effects.py --quick    3 calls of each
@@ -18,6 +20,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorloop as tl
+from tensorloop.loop.known_reads import known_reads
 
 STEPS, WIDTH = 20, 16
 
@@ -62,15 +65,29 @@ def loops() -> Iterator[tuple[str, Callable[..., Any], Any]]:
     yield "autograd.grad", energy, h
 
 
-def least(run: Callable[[], Any], other: Callable[[], Any], calls: int) -> tuple[float, float]:
-    """The least process time of each in seconds, in turn."""
-    best = [float("inf")] * 2
+def least(run: Callable[[], Any], calls: int) -> tuple[float, float, float]:
+    """The least process times in seconds: of a call, of one that is followed, and of the comparisons in a call."""
+    found, times = known_reads.find, [0.0]
+
+    def find(root: Any, loop: Any) -> Any:
+        begun = time.thread_time()
+        step = found(root, loop)
+        times[0] += time.thread_time() - begun
+        return step
+
+    best = [float("inf")] * 3
     for _ in range(calls):
-        for k, work in enumerate((run, other)):
+        known_reads.clear()
+        for k in (1, None, 0, 2):  # a call that is not timed comes to know the step again
+            times[0] = 0.0
+            known_reads.find = find if k == 2 else found
             begun = time.thread_time()
-            work()
-            best[k] = min(best[k], time.thread_time() - begun)
-    return best[0], best[1]
+            run()
+            taken = time.thread_time() - begun
+            if k is not None:
+                best[k] = min(best[k], times[0] if k == 2 else taken)
+    known_reads.find = found
+    return best[0], best[1], best[2]
 
 
 def main(calls: int) -> None:
@@ -78,18 +95,17 @@ def main(calls: int) -> None:
     torch.set_num_threads(1)
     torch.manual_seed(0)
     xs = torch.randn(STEPS, 4, WIDTH, requires_grad=True)
-    print("| body | later call, compiled (us) | / not followed | with checkpoints (us) | / not followed |")
-    print("| --- | --- | --- | --- | --- |")
+    columns = "(us) | comparing (us) | followed / that"
+    print(f"| body | compiled, later {columns} | with checkpoints {columns} |")
+    print(f"|{' --- |' * 7}")
     for name, body, init in loops():
         row = [name]
         for options in ({"compile": "strict"}, {"checkpoints": 5}):
             given = xs.detach() if "compile" in options else xs
-            scan = partial(tl.scan, init=init, xs=given, **options)
-            run, other = partial(scan, body), partial(scan, tl.loop.pure(body))
+            run = partial(tl.scan, body, init, given, **options)
             run()
-            other()
-            followed, alone = least(run, other, calls)
-            row += [f"{followed * 1e6:.0f}", f"{followed / alone:.2f}"]
+            later, followed, comparing = least(run, calls)
+            row += [f"{later * 1e6:.0f}", f"{comparing * 1e6:.1f}", f"{followed / later:.2f}"]
         print(f"| {' | '.join(row)} |", flush=True)
 
 
