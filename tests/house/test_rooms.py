@@ -1,7 +1,6 @@
 """Rooms and doors: which folder of the library may import which, held against the source of every module.
 
-Long, because the tables of all rooms stand beside the rules that read them.
-"""
+Long, because the tables of all rooms stand beside the rules that read them."""
 
 import ast
 import graphlib

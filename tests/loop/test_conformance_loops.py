@@ -397,10 +397,9 @@ def test_an_exception_of_any_body_passes_through(checkpoints: Any) -> None:
 @pytest.mark.parametrize("inner", ["python", "all", "K=1"])
 def test_an_inner_loop_of_another_number_of_steps_in_the_replay(inner: str) -> None:
     w, limits = randn(2), [3]
-    ask = tl.loop.pure(lambda: limits[0])
 
     def body(i: int, c: Tensor) -> Tensor:
-        limit = ask()
+        limit = tl.loop.pure(lambda: limits[0])()
         if inner == "python":
             for _ in range(limit):
                 c = rotate(c) * w

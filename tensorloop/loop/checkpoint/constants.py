@@ -28,7 +28,7 @@ _short = reprlib.Repr()
 _short.maxother = 80
 
 
-class _Kind:
+class _OfType:
     """Stands for a value of which the type must stay: what steps read of it is a value of its own."""
 
     def __init__(self, x: Any) -> None:
@@ -63,7 +63,7 @@ class Constants:
 
     def _is_as(self, at: int, now: Any, was: Any) -> bool:
         """Whether a value does what it did."""
-        if not isinstance(was, _Kind):
+        if not isinstance(was, _OfType):
             return self._reads.is_held(at, now) or is_same(now, was)
         if issubclass(was.type, _CONTAINERS):
             return self._reads.is_held(at, now)
@@ -83,4 +83,4 @@ def _of_module(module: nn.Module) -> tuple[Any, ...]:
 
 
 def _kept(x: Any) -> Any:
-    return x if x is GONE or isinstance(x, _WHOLE) else _Kind(x)
+    return x if x is GONE or isinstance(x, _WHOLE) else _OfType(x)

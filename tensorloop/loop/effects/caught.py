@@ -68,3 +68,13 @@ def _may_suppress(leave: Any) -> bool:
         return True
     kind = type(getattr(leave, "__self__", None))
     return not known.is_trusted(kind.__module__ or "") and kind.__name__ not in ("nullcontext", "lock", "RLock")
+
+
+def is_made_above(frame: types.FrameType, name: str) -> bool:
+    """Whether a variable of a closure belongs to a function that runs further up, within the step."""
+    outer = frame.f_back
+    while outer is not None and not known.module_of(outer).startswith("tensorloop."):
+        if name in outer.f_code.co_cellvars and frame.f_code in outer.f_code.co_consts:
+            return True
+        outer = outer.f_back
+    return False

@@ -162,7 +162,8 @@ def parts(module: nn.Module) -> Any:
 
 def settings(module: nn.Module) -> dict[str, Any]:
     """The plain values of a module whose code nobody follows; its mode, if by these it may do something else in it."""
-    own = module.__dict__ if known.is_trusted(type(module).__module__ or "") else {}
+    kind = type(module)  # a bare nn.Module holds what the user puts into it
+    own = module.__dict__ if kind is not nn.Module and known.is_trusted(kind.__module__ or "") else {}
     return {name: x for name, x in own.items() if _is_plain(x) and (name != "training" or not _MODAL.isdisjoint(own))}
 
 

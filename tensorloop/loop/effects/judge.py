@@ -22,6 +22,7 @@ from tensorloop._common import pytree
 from tensorloop._common.user_line import UserLine
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.calls import Calls
+from tensorloop.loop.effects.caught import is_made_above
 from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, checks_of
 from tensorloop.loop.effects.notes import (
     CONTENTS,
@@ -34,6 +35,7 @@ from tensorloop.loop.effects.notes import (
     contents,
     home,
     of_class,
+    value_of,
 )
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands, said
 from tensorloop.loop.effects.reads import Reads
@@ -236,7 +238,7 @@ class Judge(Calls):
         (value,) = operands(frame, 1)
         found = cell(frame, i)
         if found is UNKNOWN:
-            if not _is_made_above(frame, name):
+            if not is_made_above(frame, name):
                 self.refuse(frame, f"sets {name}, a variable of its closure")
         elif not self.is_new(found):
             self.stores(frame, found, CONTENTS, contents(found), value, f"sets {name}, a variable of its closure")
@@ -313,7 +315,7 @@ class Judge(Calls):
     def context(self, frame: types.FrameType, variable: ContextVar[Any], name: str) -> None:
         """Judges a call of a ContextVar, which may be set if it is reset in the same step."""
         if name == "set" and id(variable) not in self._contexts:
-            was = _value_of(variable)
+            was = value_of(variable)
             if was is GONE:
                 self.refuse(frame, "sets a ContextVar that has no value")
             place = known.users(frame)
@@ -469,23 +471,6 @@ class Judge(Calls):
 def _say_unless_refused(said: Any) -> None:
     if not isinstance(said.exc_value, Effect):
         _COUNTED["said by"](said)
-
-
-def _is_made_above(frame: types.FrameType, name: str) -> bool:
-    """Whether a variable of a closure belongs to a function that runs further up, within the step."""
-    outer = frame.f_back
-    while outer is not None and not known.module_of(outer).startswith("tensorloop."):
-        if name in outer.f_code.co_cellvars and frame.f_code in outer.f_code.co_consts:
-            return True
-        outer = outer.f_back
-    return False
-
-
-def _value_of(variable: ContextVar[Any]) -> Any:
-    try:
-        return variable.get()
-    except LookupError:
-        return GONE
 
 
 def _item(x: Any, key: Any) -> Any:

@@ -10,6 +10,7 @@ from array import array
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
+from contextvars import ContextVar
 from types import CellType, CodeType, GetSetDescriptorType, MemberDescriptorType
 from typing import Any, NamedTuple
 
@@ -121,16 +122,16 @@ class Asked(StepNotes):
     The body itself, while nothing is asked, may write nothing; and a condition nothing that cannot be put back.
     """
 
-    writers = asks = False
+    writers = False
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
-        right = self.asks and (id(owner), name) not in self._read and _can_be_undone(owner, name)
+        right = self.writers and (id(owner), name) not in self._read and _can_be_undone(owner, name)
         return right and super().writes(owner, name, was, anew)
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
-        if self.asks:
+        if self.writers:
             return True
         self._read.add((id(owner), name))
         return (id(owner), name) not in self._written
@@ -138,11 +139,11 @@ class Asked(StepNotes):
     @contextmanager
     def asking(self) -> Iterator[None]:
         """The condition runs inside."""
-        self.asks = True
+        self.writers = True
         try:
             yield
         finally:
-            self.asks = False
+            self.writers = False
 
     def keep(self) -> None:
         """What has been written so far is done."""
@@ -201,6 +202,14 @@ def contents(cell: Any) -> Any:
     try:
         return cell.cell_contents
     except ValueError:
+        return GONE
+
+
+def value_of(variable: ContextVar[Any]) -> Any:
+    """What is in a variable of a context, its default among that."""
+    try:
+        return variable.get()
+    except LookupError:
         return GONE
 
 

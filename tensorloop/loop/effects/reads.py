@@ -43,7 +43,7 @@ _ASK_KIND = frozenset(
         "map",
     ]
 )
-_MOST = 256  # elements of a container, nodes of a step
+_MOST, _MOST_NODES = 256, 4096  # elements of a container, nodes of a step
 _SIZED = (list, dict, set, frozenset, tuple, bytearray, memoryview, deque)
 
 
@@ -268,7 +268,7 @@ class Reads:
             self.complete &= not fetches.hooks(m)
             self._node(0, fetches.referred, key, m, _is_same_module, tuple(map(id, fetches.parts(m))))
             if not known.is_trusted(type(m).__module__ or ""):
-                self._part(self._numbers[id(m)], fetches.way_to(m, "forward"), "forward", m)
+                self._part(self._numbers.get(id(m)), fetches.way_to(m, "forward"), "forward", m)
 
     def begins(self, frame: FrameType, is_new: Callable[[Any], bool]) -> None:
         """Code of the user's begins: it must be known how whoever called it came to it."""
@@ -306,7 +306,7 @@ class Reads:
         return self._node(parent, fetch, key, value, matches, expected)
 
     def _node(self, parent: int, fetch: Any, key: Any, value: Any, matches: Any, expected: Any) -> int | None:
-        if len(self._nodes) >= _MOST:
+        if len(self._nodes) >= _MOST_NODES:
             self.complete = False
             return None
         self._nodes.append(_Node(parent, fetch, key, matches, expected))

@@ -1,0 +1,264 @@
+"""What a step that is refused leaves behind: nothing; and what a replay finds is what the step found."""
+
+# ruff: noqa: F401 - the texts of steps use the imports
+
+import array
+import bisect
+import collections
+import contextlib
+import contextvars
+import copy
+import dataclasses
+import functools
+import heapq
+import io
+import itertools
+import logging
+import operator
+import queue
+import random
+import struct
+import sys
+import threading
+import types
+import warnings
+import weakref
+from collections.abc import Callable
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+
+import tensorloop as tl
+from tensorloop.loop.effects.follow import following
+from tensorloop.loop.effects.judge import Effect, Judge
+from tensorloop.loop.effects.notes import StepNotes
+
+
+class Failures:
+    n = found = 0
+
+
+@pytest.mark.eager_only("the kind of loop is given", run=False)
+@pytest.mark.parametrize("how", [{"compile": True}, {"compile": True, "checkpoints": 2}], ids=["compiled", "both"])
+def test_what_comes_after_a_refusal_that_the_body_has_caught_is_refused_too(how: dict[str, Any]) -> None:
+    items: list[int] = []
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        try:
+            Failures.n += 1
+        except:  # noqa: E722
+            Failures.found += 1
+            items.append(2)
+        items.append(1)
+        return torch.tanh(c + x * (len(items) % 3)), None
+
+    def run(**options: Any) -> Tensor:
+        items.clear()
+        Failures.n = Failures.found = 0
+        return tl.scan(body, torch.zeros(()), torch.ones(4), **options)[0]
+
+    expected = run()
+    with contextlib.suppress(RuntimeError), warnings.catch_warnings():
+        warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
+        torch.testing.assert_close(run(**how), expected)
+        assert (Failures.n, Failures.found, items) == (4, 0, [1] * 4)
+    assert Failures.found == 0
+
+
+class Finalized:
+    n = 0
+
+    def __del__(self) -> None:
+        Finalized.n += 1
+
+
+@pytest.mark.eager_only("the kind of loop is given", run=False)
+def test_a_finalizer_may_not_hide_an_effect(capfd: pytest.CaptureFixture[str]) -> None:
+    items: list[int] = []
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        Finalized()
+        items.append(1)
+        return torch.tanh(c + x * (len(items) % 3)), None
+
+    expected = tl.scan(body, torch.zeros(()), torch.ones(4))[0]
+    items.clear()
+    Finalized.n = 0
+    with pytest.warns(tl.loop.NotCompiledWarning, match=r"sets Finalized\.n"):
+        found = tl.scan(body, torch.zeros(()), torch.ones(4), compile=True)[0]
+    torch.testing.assert_close(found, expected)
+    assert (Finalized.n, items) == (4, [1] * 4)
+    assert capfd.readouterr().err == ""
+
+
+@pytest.mark.eager_only("the kind of loop is given", run=False)
+@pytest.mark.parametrize("reads_a_value", [False, True])
+def test_a_context_variable_that_had_no_value_has_none_afterwards(reads_a_value: bool) -> None:
+    number: contextvars.ContextVar[int] = contextvars.ContextVar("number", default=0)
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        number.set(number.get() + 1)
+        if reads_a_value and (c > 99).any().item():
+            c = c * 2
+        return torch.tanh(c + x * number.get()), None
+
+    found = []
+    for how in ({}, {"compile": True}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
+            run = lambda how=how: (tl.scan(body, torch.zeros(()), torch.ones(4), **how)[0], number.get())  # noqa: E731
+            found.append(contextvars.copy_context().run(run))
+    assert found[0] == found[1]
+
+
+@pytest.mark.eager_only("the kind of loop is given", run=False)
+def test_a_condition_that_writes_to_a_file_is_asked_no_more_than_by_the_eager_loop() -> None:
+    file = io.StringIO()
+
+    def cond(c: Any) -> Tensor:
+        print("a", file=file)
+        return c.sum() < 3
+
+    counts, ways = list[int](), list[Any]([{}, {"compile": True}])
+    for how in ways:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
+            tl.while_loop(cond, lambda c: c + 1, torch.zeros(()), **how)
+        counts.append(len(file.getvalue()) - sum(counts))
+    assert counts[0] == counts[1]
+
+
+def looped(body: Callable[[torch.Tensor, torch.Tensor], Any], init: Any = None, **options: Any) -> Any:
+    init = torch.zeros(2, dtype=torch.float64, requires_grad=True) if init is None else init
+    return tl.scan(body, init, torch.ones(3, 2, dtype=torch.float64), **options)
+
+
+def test_an_object_is_as_old_as_it_is_where_its_dict_lies_where_something_new_was() -> None:
+    holder = types.SimpleNamespace(n=0)
+    judge = Judge()
+    try:
+        judge.made.add(id(vars(holder)))  # as of a dict of the step's that is gone
+        with pytest.raises(Effect, match="sets n of a SimpleNamespace from outside"):
+            judge.attribute(sys._getframe(), holder, "n", 1)
+        judge.note_dict(holder)
+        assert not judge.is_new(vars(holder))
+    finally:
+        judge.end()
+
+
+@pytest.mark.eager_only("it asks for the loops itself", run=False)
+@pytest.mark.filterwarnings("ignore:scan. not compiled")
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_variable_of_a_context_with_a_default_is_put_back(reads: bool) -> None:
+    variable = contextvars.ContextVar("variable", default=0)
+
+    def body(carry: Any, x: torch.Tensor) -> Any:
+        variable.set(variable.get() + 1)
+        c, rows = carry
+        if reads and (c[0] > 0).item():
+            c = c * 0.5
+        return (c + x * variable.get(), rows.append(c.detach())), None
+
+    found = looped(body, (torch.zeros(2, dtype=torch.float64), tl.TensorArray()), compile=True)[0][0]
+    assert variable.get() == 3
+    variable.set(0)
+    torch.testing.assert_close(found, looped(body, (torch.zeros(2, dtype=torch.float64), tl.TensorArray()))[0][0])
+
+
+@pytest.mark.eager_only("it asks for the loops itself", run=False)
+@pytest.mark.filterwarnings("ignore:scan. not compiled")
+def test_whether_two_numbers_are_one_object() -> None:
+    def body(carry: Any, x: torch.Tensor) -> Any:
+        c, n = carry
+        return (c + x * (1.0 if n is n + 0 else 0.5), n + 1), None
+
+    init = torch.zeros(2, dtype=torch.float64), 0
+    torch.testing.assert_close(looped(body, init, compile=True)[0][0], looped(body, init)[0][0])
+
+
+@pytest.mark.parametrize("what", ["returned", "view", "changed"])
+def test_a_tensor_from_outside_in_a_carry_that_is_written_to_is_refused_with_checkpoints(what: str) -> None:
+    outside = torch.zeros(2, dtype=torch.float64)
+
+    def body(carry: Any, x: torch.Tensor) -> Any:
+        c, q = carry
+        (outside if what == "changed" else q).add_(1)
+        return (c + x + q, outside[:] if what == "view" else outside), None
+
+    init = torch.zeros(2, dtype=torch.float64, requires_grad=True), torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match=r"scan: .* which is from outside|shares? memory"):
+        looped(body, init, checkpoints=2)
+
+
+def test_where_a_carry_lies_is_not_asked_with_checkpoints() -> None:
+    w = torch.ones(2, dtype=torch.float64)
+
+    def body(carry: Any, x: torch.Tensor) -> Any:
+        c, q = carry
+        assert w.data_ptr() != x.sin().data_ptr()
+        return (c + x * (1.0 if c.data_ptr() == q.data_ptr() else 0.5), c), None
+
+    init = torch.zeros(2, dtype=torch.float64, requires_grad=True), torch.zeros(2, dtype=torch.float64)
+    with pytest.raises(RuntimeError, match="scan: the body asks where a tensor that the loop gives is in memory"):
+        looped(body, init, checkpoints=2)
+
+
+@pytest.mark.eager_only("it asks for checkpoints alone", run=False)
+@pytest.mark.parametrize("way", ["variable", "attribute", "item", "getattr"])
+@pytest.mark.parametrize("same", [True, False])
+def test_a_step_that_sets_what_it_found_missing_repeats_itself_or_is_refused(way: str, same: bool) -> None:
+    class Filled:
+        def __getattr__(self, name: str) -> float:
+            self.__dict__[name] = 3.0
+            return 3.0 if same else 1.0
+
+    holder, items, filled, variable = types.SimpleNamespace(x=None), dict[str, float](), Filled(), None
+
+    def scale() -> float:
+        nonlocal variable
+        if way == "getattr":
+            return filled.x
+        if way == "item":
+            if "x" not in items:
+                items["x"] = 3.0
+                return 3.0 if same else 1.0
+            return items["x"]
+        if way == "attribute":
+            if holder.x is None:
+                holder.x = 3.0
+                return 3.0 if same else 1.0
+            return holder.x
+        if variable is None:
+            variable = 3.0
+            return 3.0 if same else 1.0
+        return variable
+
+    init = torch.ones(2, dtype=torch.float64, requires_grad=True)
+    out = looped(lambda c, x: ((c * scale()).sin() + x, None), init, checkpoints=2)[0].sum()
+    if not same:
+        with pytest.raises(RuntimeError, match="scan: step 0 did not repeat itself in backward"):
+            torch.autograd.grad(out, init)
+        return
+    true = looped(lambda c, x: ((c * 3.0).sin() + x, None), init)[0].sum()
+    torch.testing.assert_close(torch.autograd.grad(out, init), torch.autograd.grad(true, init))
+
+
+@pytest.mark.eager_only("it asks for the loops itself", run=False)
+@pytest.mark.filterwarnings("ignore:scan. not compiled")
+def test_a_first_step_apart_hands_on_tensors_that_share_memory() -> None:
+    def run(**options: Any) -> Any:
+        holder = types.SimpleNamespace()
+
+        def body(carry: Any, x: torch.Tensor) -> Any:
+            h, q, rows = carry
+            h.mul_(0.9)
+            holder.n = getattr(holder, "n", 0) + 1
+            return (h, h[None][0], rows.append(q)), q.clone()
+
+        init = torch.ones(2, dtype=torch.float64), torch.zeros(2, dtype=torch.float64), tl.TensorArray()
+        return looped(body, init, **options)[1]
+
+    torch.testing.assert_close(run(compile=True), run())
