@@ -262,3 +262,16 @@ def test_a_first_step_apart_hands_on_tensors_that_share_memory() -> None:
         return looped(body, init, **options)[1]
 
     torch.testing.assert_close(run(compile=True), run())
+
+
+@pytest.mark.eager_only("a loop of no steps", run=False)
+def test_a_cache_keeps_nothing_of_a_step_without_numbers() -> None:
+    @functools.lru_cache(None)
+    def mask(n: int) -> Tensor:
+        return torch.ones(n)
+
+    body: Any = lambda c, x: (c * mask(3), c)  # noqa: E731
+    with pytest.warns(UserWarning, match="which keeps it"):
+        tl.scan(body, torch.ones(3), torch.empty(0, 3))
+    assert type(mask(3)) is Tensor
+    assert mask(3).sum().item() == 3

@@ -16,7 +16,7 @@ from tensorloop._common import pytree
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.transforms import storage
 from tensorloop.loop.effects import known
-from tensorloop.loop.effects.notes import ELEMENTS, GONE, StepNotes
+from tensorloop.loop.effects.notes import ELEMENTS, GONE, StepNotes, Undone
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands, words
 from tensorloop.loop.effects.reads import Reads
 
@@ -98,8 +98,10 @@ class Calls:
             return self._in_python(frame, f, args)
         if kind is functools.partial:
             return self.called(frame, f.func, [*f.args, *args, *f.keywords.values()], (*names, *f.keywords))
-        if kind is functools._lru_cache_wrapper:
-            return None  # its function is followed, and a kept result is what that gave
+        if kind is functools._lru_cache_wrapper:  # its function is followed, and a kept result is what that gave
+            return (
+                self.refuse(frame, f"calls {_name_of(f)}, which keeps it") if isinstance(self.notes, Undone) else None
+            )
         if isinstance(f, type):
             return self._makes_one(frame, f, args)
         if isinstance(f, _BUILT_IN):
