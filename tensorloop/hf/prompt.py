@@ -44,7 +44,7 @@ class Source(NamedTuple):
         return self.more if self.mask is None else {**self.more, _MASK: self.mask}
 
     def of_rows(self, states: Tensor, by_row: dict[str, Tensor]) -> "Source":
-        """The same of other rows."""
+        """A source of other rows, with these states and tensors."""
         return self._replace(states=states, mask=by_row.get(_MASK), more={k: by_row[k] for k in self.more})
 
     def encoded(self) -> Any:

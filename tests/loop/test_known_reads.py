@@ -129,7 +129,7 @@ def test_known_steps_hold_no_objects() -> None:
     assert [x() for x in held] == [None] * len(held)
 
 
-TOLD: dict[str, Callable[[Tensor], Any]] = {
+TOLD: dict[str, Callable[[Any], Any]] = {
     "item": lambda c: c[0].item() > 3,
     "bool": lambda c: bool((c > 3).all()),
     "float": lambda c: float(c[0].detach()) > 3,
@@ -141,6 +141,16 @@ TOLD: dict[str, Callable[[Tensor], Any]] = {
     "masked_select": lambda c: c.masked_select(c > 3).numel() > 0,
     "unique": lambda c: torch.unique(torch.cat([c > 3, c > 99])).numel() > 1,
     "repeat": lambda c: c.repeat_interleave((c > 3).long()).numel() > 0,
+    "repeats by name": lambda c: c.repeat_interleave(repeats=(c > 3).long()).numel() > 0,
+    "repeats alone": lambda c: torch.repeat_interleave((c > 3).long()).numel() > 0,
+    "where by name": lambda c: torch.where(condition=c > 3)[0].numel() > 0,
+    "classes": lambda c: nn.functional.one_hot((c > 3).long()).shape[-1] > 1,
+    "mask of a dim": lambda c: c[None][:, c > 3].shape[1] > 0,
+    "end of a slice": lambda c: c[: (c > 3).long()[0]].numel() > 0,
+    "size": lambda c: torch.zeros((c > 3).long()[0]).numel() > 0,
+    "size of a view": lambda c: c[:1].expand((c > 3).long()[0]).numel() > 0,
+    "range": lambda c: torch.arange((c > 3).long()[0]).numel() > 0,
+    "cut": lambda c: torch.tensor_split(c, (c > 3).long()[:1])[0].numel() > 0,
     "equal": lambda c: not torch.equal(c.clamp(max=3), c),
     "str": lambda c: "True" in str(c > 3),
     "index": lambda c: [False, True][(c > 3).long().max()],
@@ -174,6 +184,26 @@ def test_a_step_that_went_another_way_for_other_numbers_is_followed() -> None:
         seen.clear()
         tl.scan(body, torch.full((2,), start, dtype=torch.float64), XS, compile=True)
         assert len(seen) == times
+
+
+NOT_TOLD: dict[str, Callable[[Tensor], Tensor]] = {
+    "split": lambda c: c.split(1)[0],
+    "where": lambda c: torch.where(c > 0, c, -c),
+    "index": lambda c: c[torch.tensor([1, 0])],
+    "slice": lambda c: c[1:],
+    "repeat": lambda c: c.repeat_interleave(2)[:2],
+    "largest": lambda c: c.topk(1)[0],
+    "view": lambda c: c.view(1, 2)[0].reshape(-1),
+}
+
+
+@pytest.mark.eager_only("loops with checkpoints", run=False)
+@pytest.mark.parametrize("name", NOT_TOLD)
+def test_sizes_that_no_number_decides_are_not_followed(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    known_reads.clear()
+    plain, init = True, torch.ones(2, dtype=torch.float64, requires_grad=True)
+    body: Any = lambda c, x: (c + (NOT_TOLD[name](c).sum() if plain else c), None)  # noqa: E731
+    assert followed(lambda: tl.scan(body, init, XS, checkpoints=2), monkeypatch) == 2
 
 
 @pytest.mark.eager_only("loops with checkpoints", run=False)

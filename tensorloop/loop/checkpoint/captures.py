@@ -100,7 +100,7 @@ class Captures(TorchFunctionMode):
             rest()
             try:
                 out = self.__torch_function__(func, types, args, kwargs)
-                self.told = self.told or tells_numbers(func, args, out)
+                self.told = self.told or tells_numbers(func, args, kwargs or _NONE, out)
                 return out
             finally:
                 self.judge = judge

@@ -107,13 +107,6 @@ def attribute(x: Any, key: str) -> Any:
     return of_class(x, key) if found is GONE else found
 
 
-def of_base(x: Any, key: tuple[Any, str]) -> Any:
-    """What `super()` means."""
-    kinds = (x if isinstance(x, type) else type(x)).__mro__
-    others = kinds[kinds.index(key[0]()) + 1 :]
-    return next((kind.__dict__[key[1]] for kind in others if key[1] in kind.__dict__), GONE)
-
-
 def item(x: Any, key: Any) -> Any:
     """An item of a dict, list or tuple."""
     if type(x) is dict:
@@ -129,9 +122,6 @@ def shape(x: Any, key: Any = None) -> Any:
 def own_dict(x: Any, key: str) -> Any:
     """The `__dict__` of an object."""
     return known.dict_of(x)
-
-
-_MODAL = {"p", "momentum", "dropout", "lower"}  # attributes of modules of torch that do something else in training
 
 
 def elements(x: Any, key: Any = None) -> Any:
@@ -158,6 +148,9 @@ def _is_plain(x: Any) -> bool:
 def parts(module: nn.Module) -> Any:
     """The modules that a module of torch's calls."""
     return module.__dict__.get("_modules", {}).values()
+
+
+_MODAL = {"p", "momentum", "dropout", "lower"}  # attributes of modules of torch that do something else in training
 
 
 def settings(module: nn.Module) -> dict[str, Any]:

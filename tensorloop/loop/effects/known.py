@@ -13,8 +13,10 @@ import re
 import sys
 import threading
 import types
+from collections.abc import Iterator
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensorloop.loop.effects.operands import words
@@ -124,27 +126,61 @@ QUERIES = {
     *(Tensor.size, Tensor.dim, Tensor.numel, Tensor.stride, Tensor.__len__, Tensor.is_contiguous, Tensor.element_size),
     *(Tensor.is_floating_point, Tensor.is_complex, Tensor.ndimension, Tensor.nelement, Tensor.__hash__),
 }
-# Functions whose results have as many elements as some numbers say; so has indexing by a mask.
+# Functions whose results have as many elements as numbers in tensors say; and those where a size, or where to cut, may
+# be a tensor: an integer of no dims among their arguments, or any behind the first.
 _SIZED_BY_NUMBERS = frozenset(
     words(
-        "nonzero argwhere where unique unique_consecutive masked_select bincount histogram repeat_interleave "
-        "__getitem__ _unique2 _return_counts _return_output arange linspace split tensor_split boolean_dispatch"
+        "nonzero argwhere unique unique_consecutive unique_dim _unique_impl _unique_consecutive_impl _unique2 "
+        "_return_counts _return_output masked_select bincount one_hot boolean_dispatch"
     )
 )
+_TAKE_SIZES = frozenset(
+    words(
+        "zeros ones empty full rand randn randint randperm eye arange linspace logspace tril_indices triu_indices "
+        "new_zeros new_ones new_empty new_full view reshape expand broadcast_to repeat tile unflatten resize_ narrow "
+        "split chunk unfold topk pad"
+    )
+)
+_CUT_BY_TENSORS = frozenset({"repeat_interleave", "tensor_split"})
 
 
-def tells_numbers(function: Any, args: Any, out: Any) -> bool:
+def tells_numbers(function: Any, args: Any, kwargs: dict[str, Any], out: Any) -> bool:
     """Whether Python may go another way for other numbers in tensors, after a call of torch."""
     name = getattr(function, "__name__", "")
-    if name in _SIZED_BY_NUMBERS and any(isinstance(x, Tensor) for x in _flat(args[1:] if name[0] == "_" else args)):
-        return name != "where" or len(args) < 3
+    if name in _SIZED_BY_NUMBERS or (name == "where" and len(args) + len(kwargs) < 3):
+        return True
+    if name in _TAKE_SIZES or name in _CUT_BY_TENSORS or name == "__getitem__":
+        given = list(_flat((*args, *kwargs.values())))
+        tensors = [x for x in (given if name in _TAKE_SIZES else given[1:] or given) if isinstance(x, Tensor)]
+        if name in _CUT_BY_TENSORS:
+            return bool(tensors)
+        if any(x.dtype in _MASKS if name == "__getitem__" else _is_size(x) for x in tensors):
+            return True
+        if name == "__getitem__" and any(isinstance(x, Tensor) for x in _flat(_bounds(args[1:]))):
+            return True
     if out is None or isinstance(out, Tensor) or function in QUERIES or name == "__get__":
         return False
     return not (isinstance(out, (tuple, list)) and all(isinstance(x, Tensor) for x in out))
 
 
-def _flat(x: Any) -> Any:
-    return [z for y in x for z in _flat(y)] if isinstance(x, (tuple, list)) else [x]
+_MASKS = torch.bool, torch.uint8
+
+
+def _is_size(x: Tensor) -> bool:
+    return not x.dim() and not (x.is_floating_point() or x.is_complex())
+
+
+def _flat(x: Any) -> Iterator[Any]:
+    if isinstance(x, (tuple, list)):
+        for y in x:
+            yield from _flat(y)
+    else:
+        yield x
+
+
+def _bounds(index: Any) -> list[Any]:
+    """Where the slices in an index begin and end."""
+    return [(x.start, x.stop, x.step) for x in _flat(index) if isinstance(x, slice)]
 
 
 def module_of(frame: types.FrameType) -> str:
