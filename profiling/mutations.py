@@ -129,9 +129,12 @@ ROOMS = {
     ),
     "packed": Room(
         {
-            "packed/segments.py": ("tests/packed/test_packed_ragged.py",),
-            "packed/autograd.py": ("tests/packed/test_packed_autograd.py",),
-            "packed/time/windows.py": ("tests/packed/test_packed_time.py", "tests/packed/test_packed_channels.py"),
+            "packed/rows/segments.py": ("tests/packed/rows/test_packed_ragged.py",),
+            "packed/table/autograd.py": ("tests/packed/table/test_packed_autograd.py",),
+            "packed/rows/windows.py": (
+                "tests/packed/time/test_packed_time.py",
+                "tests/packed/views/test_packed_channels.py",
+            ),
         },
         ("tests/packed",),
     ),
@@ -145,15 +148,15 @@ ROOMS = {
     "views": Room(
         {
             **_each(
-                ("packed/reordered.py", "packed/reordered_shapes.py"),
+                ("packed/views/reordered.py", "packed/views/reordered_shapes.py"),
                 *(f"tests/packed/test_packed_{name}.py" for name in ("heads", "images", "time_first")),
             ),
             **_each(
-                ("packed/scores.py", "packed/score_ops.py"),
-                *("tests/packed/test_packed_scores.py", "tests/packed/test_packed_relative.py"),
+                ("packed/scores/scores.py", "packed/scores/score_ops.py"),
+                *("tests/packed/scores/test_packed_scores.py", "tests/packed/scores/test_packed_relative.py"),
             ),
-            **_each(("packed/size.py", "packed/by_size.py"), "tests/packed/test_packed_size.py"),
-            "packed/joins.py": ("tests/packed/test_packed_joins.py",),
+            **_each(("packed/rows/size.py", "packed/by_size.py"), "tests/packed/rows/test_packed_size.py"),
+            "packed/operations/joins.py": ("tests/packed/operations/test_packed_joins.py",),
         },
         ("tests/packed", "tests/attention/test_sdpa_packed.py"),
     ),
@@ -217,7 +220,7 @@ ROOMS = {
             "kernels/cpu/segment_reductions.py": (
                 "tests/kernels/test_kernels.py",
                 "tests/kernels/test_kernel_infinities.py",
-                "tests/packed/test_packed_ragged.py",
+                "tests/packed/rows/test_packed_ragged.py",
             ),
             "kernels/cpu/edits.py": ("tests/risk/test_edit_distance.py",),
             "kernels/cpu/slots.py": ("tests/kernels/test_kernel_slots.py",),

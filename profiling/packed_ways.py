@@ -13,7 +13,8 @@ import torch.nn.functional as F
 from torch import Tensor
 from torch.nn.utils import rnn
 
-from tensorloop.packed import Dim, PackedTensor, pack_padded, segments
+from tensorloop.packed import Dim, PackedTensor, pack_padded
+from tensorloop.packed.rows import segments
 
 ROWS, STEPS, FEATURES = 64, 1000, 256
 PERMUTED = 16384

@@ -16,7 +16,7 @@ from tensorloop._torch.dispatch import keystr, tree_flatten_with_path, tree_leav
 from tensorloop._torch.versions import version_of
 from tensorloop.memory import Growth, LiveStorages, Saved, collector_off, growth, saved, saved_bytes
 from tensorloop.memory.counting.saved import must_be_function as _must_be_function
-from tensorloop.packed.base import is_packed
+from tensorloop.packed.table.base import is_packed
 
 __all__ = [
     "assert_close",

@@ -18,9 +18,9 @@ from tensorloop.attention import arrays, engine, gpu
 from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
 from tensorloop.attention.options import Options
 from tensorloop.attention.strips import Task
-from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, check_same_rows, is_packed
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.table.base import Packed, check_same_rows, is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import length_of
 

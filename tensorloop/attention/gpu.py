@@ -15,7 +15,7 @@ from torch.nn.functional import scaled_dot_product_attention
 
 from tensorloop._torch import transforms
 from tensorloop.attention.strips import Task
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 

@@ -16,8 +16,8 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch.transforms import is_batched
 from tensorloop._torch.versions import version_of
-from tensorloop.packed.base import Packed, PackedView
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.table.base import Packed, PackedView
 
 
 class Mask(NamedTuple):

@@ -10,8 +10,8 @@ from torch import Tensor
 from tensorloop._common.errors import WrongValue
 from tensorloop.attention import sdpa
 from tensorloop.attention.masks import Mask, read_mask
-from tensorloop.packed.base import Packed, PackedView, refusal
-from tensorloop.packed.layout import layout_of, see, unwrap
+from tensorloop.packed.table.base import Packed, PackedView, refusal
+from tensorloop.packed.table.layout import layout_of, see, unwrap
 
 
 def forward(

@@ -10,7 +10,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.attention.arrays import read_rules
 from tensorloop.attention.scores import Scoring, find_captured
 from tensorloop.attention.strips import Near
-from tensorloop.packed.base import Packed, check_same_rows, is_packed
+from tensorloop.packed.table.base import Packed, check_same_rows, is_packed
 
 
 class Options(NamedTuple):

@@ -9,9 +9,9 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue
 from tensorloop.attention.api import attention
 from tensorloop.attention.masks import Mask, read_mask
-from tensorloop.packed.base import Packed, PackedView, refusal
-from tensorloop.packed.dim import Dim
-from tensorloop.packed.layout import layout_of, see, unwrap
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.table.base import Packed, PackedView, refusal
+from tensorloop.packed.table.layout import layout_of, see, unwrap
 
 
 class _Part(NamedTuple):

@@ -13,7 +13,7 @@ from tensorloop.beam.ancestry import as_index
 from tensorloop.beam.decisions import Decisions
 from tensorloop.beam.gold import Gold
 from tensorloop.kernels import find
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
 

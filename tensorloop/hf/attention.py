@@ -24,7 +24,7 @@ from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.known import NOT_READ
 from tensorloop.hf.masks import read
 from tensorloop.hf.packed_views import attend_rows
-from tensorloop.packed.size import longest_of
+from tensorloop.packed.rows.size import longest_of
 from tensorloop.tensor_array import TensorArray
 
 _ARRAYS = "_tensorloop_arrays"  # of stand-ins: (keys, values, the first slot seen, undo: see there, who comes as value)

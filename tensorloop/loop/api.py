@@ -34,7 +34,7 @@ from tensorloop.loop.rows_scan import UntilLoop
 from tensorloop.loop.run import run_loop
 from tensorloop.loop.scan_slices import slices_of
 from tensorloop.loop.slices import Slices
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
 

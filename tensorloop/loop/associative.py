@@ -35,7 +35,7 @@ from tensorloop.loop.slabs import (
     put_loop_dim_first,
 )
 from tensorloop.loop.slices import Slices
-from tensorloop.packed.base import any_packed
+from tensorloop.packed.table.base import any_packed
 from tensorloop.schedule import Schedule
 
 Xs = TypeVar("Xs")

@@ -18,7 +18,7 @@ from tensorloop._common import pytree
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.scope import here, unrecorded
 from tensorloop._common.slots import slots_of
-from tensorloop.packed.base import is_packed
+from tensorloop.packed.table.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import kind_of
 

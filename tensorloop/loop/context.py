@@ -14,7 +14,7 @@ from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop import stopped_rows
 from tensorloop.loop.carry import need_rows
-from tensorloop.packed.base import Packed, any_packed, is_packed
+from tensorloop.packed.table.base import Packed, any_packed, is_packed
 
 
 class Context:

@@ -19,7 +19,7 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.options import LoopOptions, Plan
 from tensorloop.loop.run import run_loop, run_scan
 from tensorloop.loop.slices import Slices, refuse_packed_sequence
-from tensorloop.packed.base import any_packed
+from tensorloop.packed.table.base import any_packed
 
 C = TypeVar("C")
 X = TypeVar("X")

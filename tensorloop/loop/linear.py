@@ -21,7 +21,7 @@ from tensorloop._torch import transforms
 from tensorloop._torch.formula import Formula, evaluate
 from tensorloop.loop.associative import associative_scan
 from tensorloop.loop.compiled import around
-from tensorloop.packed.base import any_packed
+from tensorloop.packed.table.base import any_packed
 
 
 @named("linear_recurrence")

@@ -19,7 +19,7 @@ from tensorloop.loop.compiled import around
 from tensorloop.loop.first_step import FirstOnly, first_only
 from tensorloop.loop.options import Body, Condition, Function, LoopOptions, ScanOptions, WhileOptions
 from tensorloop.loop.slices import refuse_packed_sequence
-from tensorloop.packed.base import any_packed
+from tensorloop.packed.table.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
 C = TypeVar("C")

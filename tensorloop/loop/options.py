@@ -7,7 +7,7 @@ from torch import Tensor
 
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.front import Compile
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
 from tensorloop.schedule import Schedule
 
 C = TypeVar("C")

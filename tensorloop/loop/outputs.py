@@ -13,7 +13,7 @@ from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import plain_mode
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.carry import describe, dtype_of_number
-from tensorloop.packed.base import any_packed
+from tensorloop.packed.table.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
 _NUMBERS = (bool, int, float, complex)

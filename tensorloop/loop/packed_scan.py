@@ -21,10 +21,10 @@ from tensorloop.loop.context import packed_leaves
 from tensorloop.loop.outputs import Outputs, check_unchanged
 from tensorloop.loop.slices import Slices
 from tensorloop.loop.stopped_rows import ActiveRows
-from tensorloop.packed import segments
-from tensorloop.packed.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.base import is_packed
-from tensorloop.packed.dim import Dim, describe_difference
+from tensorloop.packed.rows import segments
+from tensorloop.packed.rows.dim import Dim, describe_difference
+from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.table.base import is_packed
 from tensorloop.packed.tensor import PackedTensor
 
 

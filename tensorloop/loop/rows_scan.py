@@ -24,7 +24,7 @@ from tensorloop.loop.outputs import Column, Outputs
 from tensorloop.loop.packed_scan import PackedColumn, PackedOutputs, in_time_order
 from tensorloop.loop.rows_loop import RowsLoop, device_of, need_rows
 from tensorloop.loop.stopped_rows import ActiveRows, spread
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
 
 
 class UntilLoop(Loop):

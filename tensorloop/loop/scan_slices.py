@@ -9,8 +9,8 @@ from tensorloop.loop.compiled import around
 from tensorloop.loop.options import Condition
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.slices import Slices, refuse_packed_sequence
-from tensorloop.packed.base import any_packed
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.table.base import any_packed
 
 
 def slices_of(

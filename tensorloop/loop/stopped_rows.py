@@ -24,9 +24,9 @@ from tensorloop._common.scope import here, unrecorded
 from tensorloop._common.uploads import upload, upload_together
 from tensorloop._torch import transforms
 from tensorloop.loop.shrunk_arrays import Shrunk, pick, restore_batch, shrink, unify_store
-from tensorloop.packed.base import is_packed
-from tensorloop.packed.dim import Dim
-from tensorloop.packed.index import select_rows
+from tensorloop.packed.operations.index import select_rows
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.table.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import mask_rows, replace, store_of, with_rows
 

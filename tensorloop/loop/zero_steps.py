@@ -17,7 +17,7 @@ from tensorloop.loop.effects.follow import without_effects
 from tensorloop.loop.effects.judge import Effect
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
-from tensorloop.packed.dim import Dim
+from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
 

@@ -7,9 +7,9 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, named
-from tensorloop.packed.base import Packed, is_packed, refusal
-from tensorloop.packed.dispatch import handles
-from tensorloop.packed.pointwise import check_partner, to_values
+from tensorloop.packed.table.base import Packed, is_packed, refusal
+from tensorloop.packed.table.dispatch import handles
+from tensorloop.packed.table.pointwise import check_partner, to_values
 
 # Attributes of a tensor that are those of the values.
 ATTRIBUTES = frozenset(

@@ -14,12 +14,12 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import Fact, WrongValue
-from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, refusal
-from tensorloop.packed.dim import Dim
-from tensorloop.packed.entries import plain
-from tensorloop.packed.size import EntryCount, NoNumber, RaggedSize, no_number
-from tensorloop.packed.tables import RaggedTable, mark, mark_sizes, run_for_rows
+from tensorloop.packed.rows import segments
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.rows.size import EntryCount, NoNumber, RaggedSize, no_number
+from tensorloop.packed.table.base import Packed, refusal
+from tensorloop.packed.table.entries import plain
+from tensorloop.packed.table.made_by_size import RaggedTable, mark, mark_sizes, run_for_rows
 from tensorloop.packed.tensor import PackedTensor
 
 _TABLE: dict[str, Callable[..., Any]] = {}

@@ -6,9 +6,9 @@ from typing import Any
 
 from torch import Tensor
 
-from tensorloop.packed.base import Packed
-from tensorloop.packed.dispatch import HANDLERS, dispatch
-from tensorloop.packed.types import TensorTypes
+from tensorloop.packed.table.base import Packed
+from tensorloop.packed.table.dispatch import HANDLERS, dispatch
+from tensorloop.packed.table.types import TensorTypes
 
 _DIMS = "Dims are those of (B, T*, *F): 0 the batch, 1 the ragged one (or its Dim, or its name), 2 and up the features."
 

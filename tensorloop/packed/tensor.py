@@ -18,25 +18,28 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop.packed import features, interop, joins, losses, norms, pieces, reduce, rnn, segments, shape, show, sort
-from tensorloop.packed import reordered as _views
-from tensorloop.packed import score_parts as _scores
-from tensorloop.packed.aliases import follow, mark
+from tensorloop.packed import show
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
-from tensorloop.packed.autograd import apply, is_recording, refuse_lost_gradient
-from tensorloop.packed.base import Packed, add_operators, find_dim, gives_view, is_of_rows
-from tensorloop.packed.dim import Dim, as_dim, unchanged
-from tensorloop.packed.dispatch import HANDLERS, dispatch
-from tensorloop.packed.einops import make_backend
-from tensorloop.packed.entries import plain
-from tensorloop.packed.fallback import FALLBACKS, PackedFallbackWarning
-from tensorloop.packed.index import getitem
 from tensorloop.packed.methods import add_methods
-from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.refusals import no_attribute
+from tensorloop.packed.operations import features, joins, losses, norms, pieces, reduce, rnn, shape, sort
+from tensorloop.packed.operations.index import getitem
+from tensorloop.packed.operations.writes import setitem
+from tensorloop.packed.other_layouts import interop
+from tensorloop.packed.other_layouts.einops import make_backend
+from tensorloop.packed.other_layouts.tree import register
+from tensorloop.packed.rows import segments
+from tensorloop.packed.rows.dim import Dim, as_dim, unchanged
+from tensorloop.packed.scores import score_parts as _scores
+from tensorloop.packed.table.aliases import follow, mark
+from tensorloop.packed.table.autograd import apply, is_recording, refuse_lost_gradient
+from tensorloop.packed.table.base import Packed, add_operators, find_dim, gives_view, is_of_rows
+from tensorloop.packed.table.dispatch import HANDLERS, dispatch
+from tensorloop.packed.table.entries import plain
+from tensorloop.packed.table.fallback import FALLBACKS, PackedFallbackWarning
+from tensorloop.packed.table.pointwise import is_pointwise
+from tensorloop.packed.table.refusals import no_attribute
 from tensorloop.packed.time import convolution, images, pooling, resampling, spectrum, statistics
-from tensorloop.packed.tree import register
-from tensorloop.packed.writes import setitem
+from tensorloop.packed.views import reordered as _views
 
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
@@ -479,5 +482,6 @@ def _rebuilt(cls: type[PackedTensor], values: Tensor, dim: Dim) -> PackedTensor:
 
 
 register(PackedTensor, _rebuilt)
-# So that `torch.load`, which by default makes nothing but what is known to be harmless, makes these.
-torch.serialization.add_safe_globals([PackedTensor, Dim, _rebuilt])
+# So that `torch.load`, which by default makes nothing but what is known to be harmless, makes these; `Dim` also by the
+# name that files written before 0.3 have.
+torch.serialization.add_safe_globals([PackedTensor, Dim, (Dim, "tensorloop.packed.dim.Dim"), _rebuilt])

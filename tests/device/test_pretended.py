@@ -223,7 +223,7 @@ def test_a_test_is_excluded_by_its_name_and_case() -> None:
     assert excluded.reason(f"{test}[words12]") == (excluded.SPARSE, True)
     assert excluded.reason(f"{test}[words1]") is None
     assert excluded.reason(f"{test}_more[words12]") is None
-    assert excluded.reason("tests/packed/test_packed_compile.py::test_any[1]") == (excluded.GRAPHS, False)
+    assert excluded.reason("tests/packed/table/test_packed_compile.py::test_any[1]") == (excluded.GRAPHS, False)
 
 
 def test_the_native_code_is_short() -> None:

@@ -3,7 +3,7 @@
 import pytest
 import torch
 
-from tensorloop.packed import by_rows
+from tensorloop.packed.scores import by_rows
 from tests.fuzz import heads_run
 
 
@@ -25,5 +25,5 @@ def test_what_is_wrong_is_found(fault, monkeypatch: pytest.MonkeyPatch):
     def wrong(rows, *args):
         return join([fault(row) if isinstance(row, torch.Tensor) else row for row in rows], *args)
 
-    monkeypatch.setattr("tensorloop.packed.between.join", wrong)
+    monkeypatch.setattr("tensorloop.packed.scores.between.join", wrong)
     assert any(heads_run.run(seed, 20).finds for seed in range(6))

@@ -2,7 +2,7 @@
 
 import pytest
 
-from tensorloop.packed import aliases
+from tensorloop.packed.table import aliases
 from tests.fuzz.in_place import Trial
 
 

@@ -1,6 +1,4 @@
-"""Rooms and doors: which folder of the library may import which, held against the source of every module.
-
-Long, because the tables of all rooms stand beside the rules that read them."""
+"""Rooms and doors: which folder of the library may import which, held against the source of every module."""
 
 import ast
 import graphlib
@@ -25,156 +23,20 @@ from docs.house import (
     room,
     target,
 )
-
-# A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
-ROOMS = {
-    "hf": {"beam", "loop", "attention", "packed", "tensor_array", "schedule"},
-    "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
-    "risk": {"packed", "kernels"},
-    "ordering": {"kernels"},
-    "loop": {"compiler", "packed", "tensor_array", "kernels", "schedule"},
-    "compiler": set(),
-    "attention": {"packed", "tensor_array", "kernels"},
-    "packed": {"kernels"},
-    "tensor_array": {"kernels"},
-    "compat": {"loop"},
-    "regroup": {"kernels"},
-    "kernels": {"cuda"},
-    "schedule": set(),
-    "cuda": set(),
-    "_common": set(),
-    "_torch": set(),
-}
-
-_SHARED = ("functions", "lengths", "operations", "place", "refused", "step", "trace", "verify", "walks")
-# What loops use of the compiler: the contracts, and its stages in the order in which a plan goes through them.
-_OF_THE_COMPILER = (
-    *_SHARED,
-    *("graph.backward", "graph.capture", "graph.complex_pairs"),
-    *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.choose"),
+from tests.house.rooms import (
+    COMPILERS,
+    CONTRACTS,
+    DOORS,
+    EMITTER,
+    INNER,
+    INNER_DOORS,
+    KEPT,
+    LATE_DOORS,
+    MODELS,
+    PRIVATE,
+    ROOMS,
+    THIRD_PARTY,
 )
-# A module that others may import although it is not the face of its room -> the rooms that do.
-DOORS = {
-    "packed.base": {"attention", "loop"},  # what a packed tensor is, without its operations
-    "packed.autograd": {"attention", "loop"},
-    "packed.index": {"loop"},
-    "packed.dim": {"attention", "beam", "loop"},
-    "packed.tensor": {"beam", "loop", "risk"},
-    "packed.segments": {"loop"},
-    "packed.size": {"hf"},
-    "packed.layout": {"attention"},
-    "tensor_array.array": {"attention", "beam", "loop"},
-    "tensor_array.block": {"attention", "beam", "loop"},
-    "tensor_array.buffer": {"attention", "beam", "loop"},
-    "tensor_array.gradient": {"attention", "beam"},
-    "tensor_array.internals": {"attention", "beam", "hf", "loop"},
-    "tensor_array.keys": {"loop"},
-    "tensor_array.sequential_reads": {"loop"},
-    "tensor_array.slot_list": {"loop"},
-    "tensor_array.store": {"beam", "loop"},
-    "loop.internals": {"beam", "compat"},
-    "attention.engine": {"beam"},
-    **{f"compiler.{name}": {"loop"} for name in _OF_THE_COMPILER},
-    "kernels.moves": {"regroup"},
-    "kernels.past": {"attention", "beam"},
-    "kernels.lattices": {"packed"},
-    # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
-    "kernels.cpu.graphs": {"ordering"},
-    "kernels.cpu.graph_walks": {"ordering"},
-    "kernels.cpu.slabs": {"ordering"},
-    "kernels.cpu.swaps": {"ordering"},
-}
-# What all stages of the compiler share: a step, the operations, what a graph may hold.
-_CONTRACTS = {f"compiler.{name}" for name in _SHARED}
-_EMITTER = ("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write")
-# A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
-INNER = {
-    "loop.checkpoint": {"loop.advice", "loop.effects", "loop.known_reads", "loop.loop"},
-    "loop.compiled": {
-        *("loop.advice", "loop.known_reads", "loop.loop", "loop.rows_loop", "loop.checkpoint", "loop.effects"),
-        *("loop.compiled.look", "loop.compiled.run"),
-    },
-    "loop.compiled.look": {
-        *("loop.loop", "loop.packed_scan", "loop.slices", "loop.stopped_rows", "loop.checkpoint"),
-        *("loop.compiled.pays", "loop.effects", "loop.known_reads"),
-    },
-    "loop.compiled.run": {
-        *("loop.advice", "loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.checkpoint"),
-        *("loop.compiled.pays", "loop.compiled.look", "loop.effects", "loop.known_reads"),
-    },
-    "loop.compiled.in_graphs": {
-        *("loop.outputs", "loop.checkpoint", "loop.compiled.front", "loop.compiled.look", "loop.compiled.run"),
-    },
-    "compiler.graph": _CONTRACTS,
-    "compiler.divide": _CONTRACTS,
-    "compiler.emitter.ir": _CONTRACTS,
-    "compiler.emitter.lower": {*_CONTRACTS, "compiler.emitter.ir"},
-    "compiler.emitter.write": {*_CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
-    "compiler.emitter.device": {*_CONTRACTS, *_EMITTER},
-    "compiler.targets": {*_CONTRACTS, *_EMITTER[:2], "compiler.targets.cpu", "compiler.targets.ptx"},
-    "compiler.targets.cpu": {*_CONTRACTS, *_EMITTER, "compiler.emitter.lowered", "compiler.targets.given"},
-    "compiler.targets.ptx": {
-        *(*_CONTRACTS, "compiler.emitter.lower", "compiler.emitter.device", "compiler.emitter.lowered"),
-        *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.given", "compiler.targets.proved"),
-    },
-    "packed.time": {
-        *(f"packed.{name}" for name in ("base", "dim", "dispatch", "index", "reduce")),
-        *("packed.reordered", "packed.segment_reduce", "packed.segments"),
-    },
-    **{name: set[str]() for name in ("loop.effects", "memory.counting")},
-    "memory.report": {"memory.counting"},
-    "memory.scaling": {"memory.counting", "memory.report"},
-    "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.past"},
-    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
-}
-
-
-def _of(room: str, names: str) -> list[str]:
-    return [f"{room}.{name}" for name in names.split()]
-
-
-# Their doors, for all in the room around.
-INNER_DOORS = {
-    *_of("loop.checkpoint", "adjoint dependence in_order leaving node options snapshots"),
-    *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
-    *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
-    *_of("loop.compiled.look", "second_look template values_read"),
-    *_of("loop.effects", "caught fetches follow judge known notes reads"),
-    *_of("loop.compiled.run", "array_plan blocks node plan program python_condition results rows_apart stretches"),
-    "compiler.graph.core_operations",
-    *_of("compiler.emitter.ir", "arrays code failures kernels machine vector_math"),
-    *_of("compiler.emitter.lower", "calling convolution growing indexing lowering matrices movement numbers pointwise"),
-    *_of("compiler.emitter.lower", "reductions special"),
-    *_of("compiler.emitter.write", "bounds factorings function fuse in_order matmul matrices memory rows scratch"),
-    *("compiler.emitter.write.walk_body", "compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
-    *_of("compiler.targets", "eager given proved cpu.cache cpu.host cpu.target ptx.target"),
-    *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
-    *(f"packed.time.{name}" for name in ("convolution", "padding", "pooling", "resampling")),
-    *("packed.time.images", "packed.time.spectrum", "packed.time.statistics"),
-    "memory.counting.storages",
-    *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "picture")),
-    *("memory.report.result", "memory.report.timeline", "memory.scaling.measure"),
-    *(f"kernels.eager.{name}" for name in ("beam", "edits", "past", "segment_reductions", "slots")),
-}
-# What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
-LATE_DOORS = {
-    "__init__": {"f'{__name__}.{name}'"},
-    "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
-    "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
-    **{"packed.tables": {"'packed.pointwise'"}, "packed.entries": {"'packed.entry_rules'"}},
-    "packed.size": {"'packed.by_size'", "'packed.heads_as_rows'"},
-    "packed.reordered": {"'attention.sdpa'", "'attention.multihead'"},
-    "tensor_array.array": {"'tensor_array.show'"},
-    "cuda": {"PACKAGE"},  # tensorloop_cuda
-    "memory.target": {"name"},  # a user's own module
-}
-# tqdm where progress=True asks for it, matplotlib where one draws, pymetis where METIS is asked for
-THIRD_PARTY = {"torch", "tqdm", "matplotlib", "pymetis"}
-COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
-MODELS = {"transformers"}  # in the room for them, which comes with an extra
-EMITTER = {"llvmlite"}  # where machine code is made; numba brings it
-KEPT = {"next_functions": "_torch/graph", "_version": "_torch/versions"}  # what one module reads for all
-PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
 
 
 def violations(module: str, known: Mapping[str, str]) -> list[str]:
@@ -328,7 +190,7 @@ def test_the_picture_is_current() -> None:
 
 def test_a_picture_shows_what_changed() -> None:
     known = modules()
-    assert draw(known | {"packed.dim": "from tensorloop import schedule"}) != draw(known)
+    assert draw(known | {"packed.rows.dim": "from tensorloop import schedule"}) != draw(known)
     edges = {"a": {"b", "c"}, "b": {"c"}, "c": set[str](), "d": {"c"}, "e": set[str]()}
     assert direct(edges) == {"a": {"b"}, "b": {"c"}, "c": set(), "d": {"c"}, "e": set()}
     assert layers(edges) == [["a"], ["b", "d"], ["c", "e"]]
@@ -391,7 +253,7 @@ def test_the_tables_name_what_there_is() -> None:
     inner = {
         (inner_room(m), name) for m, found in edges.items() for there in found for name in (there, inner_room(there))
     }
-    assert inner >= {(here, name) for here, names in INNER.items() for name in names - _CONTRACTS}, (
+    assert inner >= {(here, name) for here, names in INNER.items() for name in names - CONTRACTS}, (
         "an inner way that nobody goes"
     )
     outside = {there for m, found in edges.items() for there in found if inner_room(m) != inner_room(there)}
@@ -403,20 +265,41 @@ def test_the_tables_name_what_there_is() -> None:
 @pytest.mark.parametrize(
     ("module", "source", "message"),
     [
-        ("packed.dim", "import tensorloop.memory", "packed.dim imports memory; inside"),
-        ("packed.dim", "from tensorloop import memory", "packed.dim imports memory; inside"),
-        ("packed.dim", "import tensorloop.reference as spec", "packed.dim imports reference; inside"),
-        ("packed.dim", "from tensorloop.loop import scan", "packed.dim imports loop; packed may import ['kernels']"),
-        ("packed.dim", "from . import base", "packed.dim imports .base; write the import with its full name"),
-        ("packed.dim", "def late():\n    from tensorloop import scan", "packed.dim imports __init__; inside"),
-        ("packed.dim", "import tensorloop", "packed.dim imports __init__; inside"),
-        ("packed.dim", "import numba", "packed.dim imports numba, which is neither"),
+        ("packed.rows.dim", "import tensorloop.memory", "packed.rows.dim imports memory; inside"),
+        ("packed.rows.dim", "from tensorloop import memory", "packed.rows.dim imports memory; inside"),
+        ("packed.rows.dim", "import tensorloop.reference as spec", "packed.rows.dim imports reference; inside"),
+        (
+            "packed.rows.dim",
+            "from tensorloop.loop import scan",
+            "packed.rows.dim imports loop; packed may import ['kernels']",
+        ),
+        ("packed.rows.dim", "from . import base", "packed.rows.dim imports .base; write the import with its full name"),
+        ("packed.rows.dim", "def late():\n    from tensorloop import scan", "packed.rows.dim imports __init__; inside"),
+        ("packed.rows.dim", "import tensorloop", "packed.rows.dim imports __init__; inside"),
+        ("packed.rows.dim", "import numba", "packed.rows.dim imports numba, which is neither"),
         ("loop.compiled.run.plan", "import llvmlite", "loop.compiled.run.plan imports llvmlite, which is neither"),
         ("compiler.targets.cpu.core", "import numba", "compiler.targets.cpu.core imports numba, which is neither"),
-        ("packed.dim", "import_module('tensorloop.loop')", "packed.dim loads 'tensorloop.loop' when first needed"),
-        ("packed.dim", "late('loop.api', 'scan')", "packed.dim loads 'loop.api' when first needed"),
-        ("packed.reordered", "import_module(f'tensorloop.{x}')", "packed.reordered loads f'tensorloop.{x}' when"),
-        ("risk.bleu", "from tensorloop.packed.index import getitem", "risk.bleu imports packed.index, no door"),
+        (
+            "packed.rows.dim",
+            "import_module('tensorloop.loop')",
+            "packed.rows.dim loads 'tensorloop.loop' when first needed",
+        ),
+        ("packed.rows.dim", "late('loop.api', 'scan')", "packed.rows.dim loads 'loop.api' when first needed"),
+        (
+            "packed.views.reordered",
+            "import_module(f'tensorloop.{x}')",
+            "packed.views.reordered loads f'tensorloop.{x}' when",
+        ),
+        (
+            "risk.bleu",
+            "from tensorloop.packed.operations.index import getitem",
+            "risk.bleu imports packed.operations.index, no door",
+        ),
+        (
+            "packed.rows.dim",
+            "from tensorloop.packed.table.base import Packed",
+            "packed.rows.dim imports packed.table.base; of packed packed.rows may import nothing",
+        ),
         ("_torch.engine", "from tensorloop._common import scope", "_torch.engine imports _common.scope; _torch stands"),
         (
             "loop.checkpoint.node",
@@ -461,12 +344,12 @@ def test_a_wrong_import_is_reported(module: str, source: str, message: str) -> N
     "source",
     [
         "import math\nimport torch.utils\nfrom tensorloop._torch import transforms",
-        "from tensorloop.packed import dim\nfrom tensorloop.packed.base import Packed",
+        "from tensorloop.packed.rows import dim\nfrom tensorloop.packed.table.base import Packed",
         "from tensorloop import kernels\nfrom tensorloop.kernels import find",
     ],
 )
 def test_right_imports_pass(source: str) -> None:
-    assert violations("packed.index", modules() | {"packed.index": source}) == []
+    assert violations("packed.operations.index", modules() | {"packed.operations.index": source}) == []
 
 
 def test_a_circle_is_seen() -> None:
@@ -480,7 +363,7 @@ def test_a_circle_is_seen() -> None:
     ["import torch\nx = torch._C._get_dispatch_mode", "from torch._C._functorch import x", "import torch._dynamo as d"],
 )
 def test_a_private_name_is_seen(source: str) -> None:
-    assert len(private_names("packed.dim", source)) >= 1
+    assert len(private_names("packed.rows.dim", source)) >= 1
     assert private_names("_torch.engine", source) == []
 
 

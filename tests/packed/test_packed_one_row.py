@@ -12,12 +12,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.packed import PackedTensor, StaticPackedTensor, pack_padded, reordered
-from tensorloop.packed.dispatch import HANDLERS
-from tensorloop.packed.entries import plain
-from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.static_ops import STATIC
+from tensorloop.packed import PackedTensor, StaticPackedTensor, pack_padded
+from tensorloop.packed.static.static_ops import STATIC
+from tensorloop.packed.table.dispatch import HANDLERS
+from tensorloop.packed.table.entries import plain
+from tensorloop.packed.table.pointwise import is_pointwise
 from tensorloop.packed.time import convolution
+from tensorloop.packed.views import reordered
 from tests.support import packed_cases as cases
 from tests.support.devices import HERE
 

@@ -10,9 +10,9 @@ from torch import Tensor, nn
 
 from tensorloop.packed import PackedTensor
 from tensorloop.packed.attributes import ATTRIBUTES
-from tensorloop.packed.dispatch import HANDLERS
-from tensorloop.packed.pointwise import is_pointwise
-from tensorloop.packed.types import TensorTypes
+from tensorloop.packed.table.dispatch import HANDLERS
+from tensorloop.packed.table.pointwise import is_pointwise
+from tensorloop.packed.table.types import TensorTypes
 
 
 def packed() -> PackedTensor:

@@ -17,11 +17,11 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue
-from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, check_only_first
-from tensorloop.packed.dim import Dim
-from tensorloop.packed.reordered import takes_channels_first
-from tensorloop.packed.time.windows import Windows, lay_out
+from tensorloop.packed.rows import segments
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.rows.windows import Windows, lay_out
+from tensorloop.packed.table.base import Packed, check_only_first
+from tensorloop.packed.views.reordered import takes_channels_first
 
 _LINE = 1024  # slots
 

@@ -13,9 +13,9 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.packed.base import Packed, check_only_first, refusal
-from tensorloop.packed.reordered import takes_channels_first
-from tensorloop.packed.time.windows import Layout, Windows, lay_out
+from tensorloop.packed.rows.windows import Layout, Windows, lay_out
+from tensorloop.packed.table.base import Packed, check_only_first, refusal
+from tensorloop.packed.views.reordered import takes_channels_first
 
 
 def _as_two(x: Any, what: str, least: int = 1) -> tuple[int, int]:

@@ -7,13 +7,13 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.packed import segment_reduce, segments
-from tensorloop.packed.base import check_only_first
-from tensorloop.packed.dim import Dim
-from tensorloop.packed.reduce import widen
-from tensorloop.packed.reordered import takes_channels_first
+from tensorloop.packed.operations.reduce import widen
+from tensorloop.packed.rows import segment_reduce, segments
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.rows.windows import Windows, lay_out
+from tensorloop.packed.table.base import check_only_first
 from tensorloop.packed.time.convolution import as_image, as_one, from_image
-from tensorloop.packed.time.windows import Windows, lay_out
+from tensorloop.packed.views.reordered import takes_channels_first
 
 
 def _make_windows(kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Windows:

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, check_only_first, refusal
-from tensorloop.packed.dim import Dim
-from tensorloop.packed.reduce import widen
-from tensorloop.packed.reordered import takes_channels_first
+from tensorloop.packed.operations.reduce import widen
+from tensorloop.packed.rows import segments
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.table.base import Packed, check_only_first, refusal
 from tensorloop.packed.time.convolution import as_one
+from tensorloop.packed.views.reordered import takes_channels_first
 
 _MODES = ("nearest", "nearest-exact", "linear")
 

@@ -7,12 +7,12 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.packed.base import Packed, check_only_first, find_dim, refusal
-from tensorloop.packed.dispatch import handles
-from tensorloop.packed.reordered import Reordered
+from tensorloop.packed.operations.padding import pad_time
+from tensorloop.packed.rows.windows import Windows, lay_out
+from tensorloop.packed.table.base import Packed, check_only_first, find_dim, refusal
+from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.time.convolution import as_one
-from tensorloop.packed.time.padding import pad_time
-from tensorloop.packed.time.windows import Windows, lay_out
+from tensorloop.packed.views.reordered import Reordered
 
 
 @handles("stft")

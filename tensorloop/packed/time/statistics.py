@@ -7,10 +7,10 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
-from tensorloop.packed import segments
-from tensorloop.packed.base import Packed, check_only_first, refusal
-from tensorloop.packed.reduce import square, widen
-from tensorloop.packed.reordered import takes_channels_first
+from tensorloop.packed.operations.reduce import square, widen
+from tensorloop.packed.rows import segments
+from tensorloop.packed.table.base import Packed, check_only_first, refusal
+from tensorloop.packed.views.reordered import takes_channels_first
 
 
 @takes_channels_first("batch_norm", images=None)

@@ -34,7 +34,7 @@ from tensorloop.loop.compiled.in_graphs.step_text import StepText, to_text
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.outputs import place
-from tensorloop.packed.base import is_packed
+from tensorloop.packed.table.base import is_packed
 
 _C = TypeVar("_C", bound=Callable[..., Any])
 _PLAIN = Tensor, torch.nn.Parameter

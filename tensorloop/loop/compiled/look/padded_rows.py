@@ -17,7 +17,7 @@ from tensorloop.loop.loop import Loop, State
 from tensorloop.loop.packed_scan import PackedOutputs, PackedSlices
 from tensorloop.loop.slices import Slices
 from tensorloop.loop.stopped_rows import select
-from tensorloop.packed import segments
+from tensorloop.packed.rows import segments
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import replace
 

@@ -1,0 +1,1 @@
+"""Batches of rows for a DataLoader: collated, and sampled by their lengths."""

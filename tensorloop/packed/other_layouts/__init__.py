@@ -1,0 +1,1 @@
+"""Packed tensors as torch's nested tensors, packed sequences, pytrees and einops' tensors, and back."""

@@ -1,0 +1,243 @@
+"""Scores between the entries of a row, (B, *lead, T*, S*): what products of packed queries and keys give.
+
+Nothing is padded: the values lie flat, row after row, each (*lead, T_b, S_b). So heads may be joined with the batch and
+parted from it without a copy, and what goes along the last dim is an operation on segments: each query's keys.
+"""
+
+from math import prod
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
+from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.rows.size import RaggedSize
+from tensorloop.packed.table.aliases import changed, follow, mark, watch
+from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.table.base import Handler, Packed, PackedView, add_operators, gives_view, not_in_place, refusal
+from tensorloop.packed.table.entries import is_in_place
+from tensorloop.packed.table.heads_as_rows import multiply
+from tensorloop.packed.table.made_by_size import LISTS, RaggedTable, for_rows
+from tensorloop.packed.table.pointwise import is_pointwise
+from tensorloop.packed.table.refusals import no_attribute
+
+_INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
+_TABLE: dict[str, Handler] = {}
+# Which give views of a tensor, and copies of scores.
+_VIEWS = frozenset(
+    {
+        *("__getitem__", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "select", "narrow"),
+        *("unbind", "chunk", "split", "expand", "expand_as", "diagonal"),
+    }
+)
+_POINTWISE: dict[str, Handler] = {}
+
+
+class PackedScores(PackedView):
+    """(B, *lead, T*, S*): `flat` has for each row its scores (*lead, T_b, S_b); queries' rows and keys' may differ."""
+
+    __slots__ = ("_like", "columns", "flat", "lead", "rows")
+
+    is_nested = False
+    __array_ufunc__ = None
+
+    def __init__(self, flat: Tensor, like: Packed, rows: Dim, columns: Dim, lead: tuple[int, ...]) -> None:
+        self.flat, self._like, self.rows, self.columns, self.lead = flat, like._with(None), rows, columns, lead
+
+    def alike(self, values: Any) -> "PackedScores":
+        """Scores of the same places."""
+        return PackedScores(values, self._like, self.rows, self.columns, self.lead)
+
+    _with = alike
+
+    @property
+    def _memory(self) -> Tensor:
+        """The tensor that has the scores."""
+        return self.flat
+
+    @property
+    def packed(self) -> Packed:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The flat values, as a packed tensor of a row for each query and head: its keys."""
+        count = prod(self.lead)
+
+        def make() -> tuple[object, Dim]:
+            times = self.rows._host_lens * count
+            return self.columns._key, self.columns._derive(lambda lens: lens.repeat_interleave(times.to(lens.device)))
+
+        name = f"queries {count}"
+        if name in self.rows._cache and self.rows._cache[name][0] is not self.columns._key:
+            del self.rows._cache[name]
+        return self._like._with(self.flat, self.rows._kept(name, make)[1])
+
+    def of_queries(self, values: Tensor) -> Packed:
+        """A number for each query and head, (B * heads * T_b), as a packed tensor of B * heads rows."""
+        return self._like._with(values, multiply(self.rows, prod(self.lead)))
+
+    @property
+    def sizes(self) -> list[tuple[int, ...]]:
+        """The shape of each row's scores."""
+        pairs = zip(self.rows._host_lens.tolist(), self.columns._host_lens.tolist(), strict=True)
+        return [(*self.lead, t, s) for t, s in pairs]
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """(B, *lead, None, None)"""
+        return len(self.rows), *self.lead, RaggedSize(self.rows), RaggedSize(self.columns)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return len(self.lead) + 3
+
+    @property
+    def mT(self) -> Any:
+        """The scores of keys and queries."""
+        return _dispatch(Tensor.transpose, (self, -1, -2), {})
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return self.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one size; those of ragged dims equal None, and are no numbers."""
+        return self.shape if dim is None else self.shape[dim]
+
+    def find(self, dim: Any) -> int:
+        """A dim as a number from the last, -1."""
+        if type(dim) is not int:
+            raise WrongType(f"dim must be an int, got {dim!r}: scores have two ragged dims")
+        if not -self.ndim <= dim < self.ndim:
+            raise WrongIndex(f"dim {dim} is out of range for scores of {self.ndim} dims")
+        return dim % self.ndim - self.ndim
+
+    @named("unbind")
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """The rows, as a tuple of tensors (*lead, T_b, S_b), views; or the slices of another dim of `lead`."""
+        if self.find(dim) != -self.ndim:
+            return _dispatch(Tensor.unbind, (self, dim), {})
+        sizes = self.sizes
+        parts = self.flat.split([prod(size) for size in sizes])
+        return mark(tuple(part.view(size) for part, size in zip(parts, sizes, strict=True)) if sizes else ())
+
+    @named("pad")
+    def pad(self, value: float = 0) -> Tensor:
+        """The padded tensor (B, *lead, T, S) of the longest rows."""
+        t, s = self.rows.max_len, self.columns.max_len
+        rows = [
+            torch.nn.functional.pad(row, (0, s - row.shape[-1], 0, t - row.shape[-2]), value=value)
+            for row in self.unbind()
+        ]
+        return torch.stack(rows) if rows else self.flat.new_zeros(0, *self.lead, t, s)
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """The dtype of the values."""
+        return self.flat.dtype
+
+    @property
+    def device(self) -> torch.device:
+        """The device of the values."""
+        return self.flat.device
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the values require a gradient."""
+        return self.flat.requires_grad
+
+    @property
+    def is_cuda(self) -> bool:
+        """Whether the values are on a GPU."""
+        return self.flat.is_cuda
+
+    def __getitem__(self, key: Any) -> Any:
+        """x[b], x[:, h], x[:, None]."""
+        return _dispatch(Tensor.__getitem__, (self, key), {})
+
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """x[key] = value: changes in place the scores that x[key] has."""
+        _dispatch(Tensor.__setitem__, (self, key, value), {})
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Copied and pickled as flat values, with the rows that they are of."""
+        return PackedScores, (self.flat, self._like, self.rows, self.columns, self.lead)
+
+    def __iter__(self) -> Any:
+        """The rows."""
+        return iter(self.unbind())
+
+    def __bool__(self) -> bool:
+        """The truth of the only number there is, as for a tensor."""
+        return bool(self.flat)
+
+    def __repr__(self) -> str:
+        """Shape and values."""
+        return f"PackedScores({self.shape}, rows={self.rows}, columns={self.columns}, flat={self.flat!r})"
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every torch function that is given scores."""
+        return _dispatch(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        """Methods of a tensor that are taken here."""
+        func = getattr(Tensor, name, None)
+        if (name in _TABLE or _is_by_entry(name)) and callable(func) and not name.startswith("__"):
+            return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
+        if name in PackedScores.__slots__:  # a copy that is not filled yet
+            raise AttributeError(name)
+        if callable(func) and not name.startswith("__"):
+            raise AttributeError(f"{name} is not known for packed scores; {_INSTEAD}")
+        raise no_attribute(name, method=False)
+
+
+def takes_scores(*names: str) -> Any:
+    """Puts a function into the table of scores; one that is called "" is for all that work entry by entry."""
+
+    def add(handler: Handler) -> Handler:
+        (_POINTWISE if names == ("",) else _TABLE).update(dict.fromkeys(names, handler))
+        return handler
+
+    return add
+
+
+def _is_by_entry(name: str) -> bool:
+    return is_pointwise(name) or name in ("fill_", "zero_", "copy_")
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
+        args, kwargs = for_rows(args, kwargs)
+    name = getattr(func, "__name__", str(func))
+    called = name[2:-2] if name.startswith("__") else name
+    try:
+        if not is_recording():
+            refuse_lost_gradient((*args, *kwargs.values()))
+        if name in _TABLE:
+            out = _TABLE[name](func, *args, **kwargs)
+            if name in _VIEWS and isinstance(args[0], PackedScores) and gives_view(args[1:]):
+                follow(out, args[0], lambda x: _TABLE[name](func, x, *args[1:], **kwargs), *args[1:2])
+            return out
+        if _is_by_entry(name):
+            watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
+            out = _POINTWISE[""](func, args, kwargs)
+            if watched is not None:
+                changed(*watched)
+            return out
+        refused = refusal("it does not take packed scores", _INSTEAD)
+        raise refused if not name.startswith("__i") else not_in_place(name)
+    except Fact as fact:
+        raise fact.named(called) from fact.__cause__
+
+
+add_operators(PackedScores, _dispatch)
+torch.serialization.add_safe_globals([PackedScores, (PackedScores, "tensorloop.packed.scores.PackedScores")])
+
+_pytree.register_pytree_node(
+    PackedScores,
+    lambda x: ([x.flat], (x._like, x.rows, x.columns, x.lead)),
+    lambda children, rest: PackedScores(*children, *rest),  # pyright: ignore,
+)

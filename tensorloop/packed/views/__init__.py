@@ -1,0 +1,1 @@
+"""Packed tensors whose dims are seen in another order, without a copy."""

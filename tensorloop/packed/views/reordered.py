@@ -1,0 +1,480 @@
+"""A packed tensor whose dims are seen in another order: heads first for attention, channels or time first for layers.
+
+Nothing is moved: a view is a name for the packed tensor (B, T*, *F), with the places at which its batch and its ragged
+dim are seen (`layout.py`). What works entry by entry or along dims is done to the packed tensor, with the dims
+translated, and the result is seen in the same order. `transpose` and `permute` lead from one order to another.
+"""
+
+import inspect
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils import _pytree
+
+from tensorloop._common.errors import Fact, named
+from tensorloop._common.faces import late
+from tensorloop._torch.eager_only import runs_kernels
+from tensorloop.packed.scores import between, score_ops
+from tensorloop.packed.scores.by_rows import open_only_rows
+from tensorloop.packed.scores.scores import PackedScores
+from tensorloop.packed.table.aliases import follow
+from tensorloop.packed.table.assign import assign
+from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.table.base import (
+    Handler,
+    Packed,
+    PackedView,
+    add_operators,
+    is_of_rows,
+    is_packed,
+    not_in_place,
+    refusal,
+)
+from tensorloop.packed.table.dispatch import VIEWS, dispatch, find_dim_parameter, handles
+from tensorloop.packed.table.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
+from tensorloop.packed.table.made_by_size import LISTS, RaggedTable, for_rows
+from tensorloop.packed.table.pointwise import align, is_pointwise
+from tensorloop.packed.table.refusals import no_attribute, unsupported
+from tensorloop.packed.views import reordered_shapes
+
+# Of packed tensors, by `dim` or `dims`: with those translated they are the same here.
+_ALONG = frozenset(
+    {
+        *("sum", "nansum", "mean", "nanmean", "amax", "amin", "max", "min", "argmax", "argmin", "std", "var"),
+        *("std_mean", "var_mean", "logsumexp", "any", "all", "count_nonzero", "norm", "vector_norm"),
+        *("linalg_vector_norm", "softmax", "log_softmax", "softmin", "cumsum", "normalize", "cosine_similarity"),
+        *("cat", "concat", "concatenate", "chunk", "split", "tensor_split", "narrow", "index_select", "roll", "diff"),
+        *(
+            "glu",
+            "repeat_interleave",
+            "topk",
+            "sort",
+            "argsort",
+            "median",
+            "prod",
+            "cumprod",
+            "select",
+            "unbind",
+            "flip",
+        ),
+    }
+)
+# Which do not look at dims, or give no tensor.
+_ALIKE = frozenset(
+    {
+        *("fill_", "zero_", "copy_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
+        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
+        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "element_size"),
+    }
+)
+_BESIDE = frozenset({"cosine_similarity", "diff", "cat", "concat", "concatenate"})  # which take ordinary tensors too
+_LAST = {
+    "linear": 1,
+    "layer_norm": 0,
+    "rms_norm": 0,
+    "embedding": 0,
+}  # on features behind batch and time
+_FACTS = (
+    *("dtype", "device", "is_cuda", "is_leaf", "grad_fn", "numel", "is_cpu", "layout"),
+    *("lens", "max_len", "offsets", "row_ids", "positions", "cu_seqlens"),
+)
+
+# Of (B, C, T*) and of (B, C, T*, F).
+_OF_CHANNELS: dict[str, Handler] = {}
+_OF_IMAGES: dict[str, Handler] = {}
+_TABLES = {ViewLayout(0, 2, 3): _OF_CHANNELS, ViewLayout(0, 2, 4): _OF_IMAGES}
+_OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})  # which are dim 1 there, and behind time in a packed tensor
+
+
+class Reordered(PackedView):
+    """The packed tensor `packed` (B, T*, *F), seen with its batch at dim `batch` and its ragged dim at dim `time`."""
+
+    __slots__ = ("batch", "time")
+
+    is_nested = False
+    __array_ufunc__ = None
+
+    def __init__(self, packed: Packed, batch: int, time: int) -> None:
+        super().__init__(packed)
+        self.batch, self.time = batch, time
+
+    def _with(self, values: Any) -> "Reordered":
+        """These values, seen in this order."""
+        return Reordered(self.packed._with(values), self.batch, self.time)
+
+    @property
+    def requires_grad(self) -> bool:
+        """Whether the values require a gradient."""
+        return self.packed.requires_grad
+
+    @requires_grad.setter
+    def requires_grad(self, wanted: bool) -> None:
+        self.packed = self.packed._with(self.packed.values.view_as(self.packed.values))  # as of a view of torch's
+        self.packed.values.requires_grad = wanted
+
+    @property
+    def shape(self) -> tuple[Any, ...]:
+        """The sizes in this order, such as (B, heads, None, D)."""
+        shape = self.packed.shape
+        return tuple(shape[d] for d in layout_of(self).order)
+
+    @property
+    def ndim(self) -> int:
+        """The number of dims."""
+        return self.packed.ndim
+
+    @property
+    def mT(self) -> Any:
+        """The last two dims exchanged."""
+        return reordered_shapes.transpose(None, self, -1, -2)
+
+    def dim(self) -> int:
+        """The number of dims."""
+        return self.packed.ndim
+
+    def size(self, dim: int | None = None) -> Any:
+        """The shape, or one size; that of the ragged dim equals None, and is no number."""
+        return self.shape if dim is None else self.shape[dim]
+
+    @named("pad")
+    def pad(self, value: float = 0, max_len: int | None = None) -> Tensor:
+        """The padded tensor, in this order."""
+        packed: Any = self.packed
+        return packed.pad(value, max_len).permute(layout_of(self).order)
+
+    @named("unbind")
+    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
+        """The rows, views in this order; or the slices of a feature dim."""
+        return _dispatch(Tensor.unbind, (self, dim), {})
+
+    @named("indexing")
+    def __getitem__(self, key: Any) -> Any:
+        """x[b], x[:, h], x[..., a:b], x[:, None]: as of a padded tensor in this order."""
+        return reordered_shapes.index(self, key)
+
+    @named("assignment to an index")
+    def __setitem__(self, key: Any, value: Any) -> None:
+        """x[key] = value: changes in place the entries that x[key] has."""
+        if not is_recording():
+            refuse_lost_gradient((self, key, value))
+        assign(self, key, value)
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Pickled as the packed tensor and the places of its dims."""
+        return Reordered, (self.packed, self.batch, self.time)
+
+    def __iter__(self) -> Any:
+        """Along dim 0."""
+        return iter(self.unbind(0))
+
+    def __repr__(self) -> str:
+        """What it is a view of."""
+        return f"Reordered({self.packed!r}, batch={self.batch}, time={self.time})"
+
+    def __bool__(self) -> bool:
+        """The truth of the only number there is, as for a tensor."""
+        return bool(self.packed)
+
+    @classmethod
+    def __torch_function__(
+        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Every torch function that is given one."""
+        return _dispatch(func, args, kwargs or {})
+
+    def __getattr__(self, name: str) -> Any:
+        """Facts of the packed tensor, and methods of a tensor that are taken here."""
+        if name in _FACTS:
+            return getattr(self.packed, name)
+        func = getattr(Tensor, name, None)
+        if _is_taken(name) and callable(func) and not name.startswith("__"):
+            return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
+        if name in ("packed", "batch", "time"):  # a copy that is not filled yet
+            raise AttributeError(name)
+        if name in dir(self.packed):
+            raise AttributeError(
+                f"a packed tensor seen as {self.shape} has no {name!r}; write {_way_back(self)}.{name}"
+            )
+        raise no_attribute(name, method=callable(func) and not name.startswith("__"))
+
+
+makes_views(Reordered)
+torch.serialization.add_safe_globals([Reordered, (Reordered, "tensorloop.packed.reordered.Reordered")])
+
+
+def _way_back(x: PackedView) -> str:
+    """What to write for the packed tensor itself."""
+    layout = layout_of(x)
+    if layout.batch == 0:
+        return f"x.transpose(1, {layout.time})" if layout.time == 2 else f"x.movedim({layout.time}, 1)"
+    return "x.transpose(0, 1)" if (layout.batch, layout.time) == (1, 0) else f"x.movedim({layout[:2]}, (0, 1))"
+
+
+_pytree.register_pytree_node(
+    Reordered, lambda x: ([x.packed], (x.batch, x.time)), lambda children, places: Reordered(*children, *places)
+)
+
+
+def takes_channels_first(*names: str, images: bool | None = False) -> Any:
+    """Puts a function into the table of (B, C, T*): it gets packed tensors (B, T*, C), and what it gives is turned.
+
+    `images`: it is of (B, C, T*, F) instead; None is for both.
+    """
+    tables = {False: [_OF_CHANNELS], True: [_OF_IMAGES], None: [_OF_CHANNELS, _OF_IMAGES]}[images]
+
+    def add(handler: Handler) -> Handler:
+        for table in tables:
+            table.update(dict.fromkeys(names, handler))
+        return handler
+
+    return add
+
+
+def takes_views(*names: str) -> Any:
+    """Puts a function into the table of views as they are."""
+
+    def add(handler: Handler) -> Handler:
+        _ON_VIEWS.update(dict.fromkeys(names, handler))
+        return handler
+
+    return add
+
+
+def _ctc_loss(func: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Tensor:
+    """Of log-probabilities (T*, B, V), as torch's is."""
+    if not isinstance(log_probs, PackedView):
+        raise refusal("its log_probs are not packed", "pack them, or pass the padded targets")
+    if layout_of(log_probs)[:2] != (1, 0):
+        raise refusal(f"its log_probs are {log_probs.shape}", "give it (T*, B, V), or packed (B, T*, V)")
+    return dispatch(func, (log_probs.packed, *args), kwargs)
+
+
+def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """In another dtype or on another device, which may be those of a view; an ordinary tensor keeps its dims."""
+    out = dispatch(func, unwrap((input, *args)), {k: unwrap(x) for k, x in kwargs.items()})
+    return turn_back(out, layout_of(input)) if isinstance(input, PackedView) else out
+
+
+def _contiguous(func: Any, input: Any, **kwargs: Any) -> Any:
+    """A copy where torch's is one: where dims of more than one entry stand in another order than among the values."""
+    shape = input.packed.shape
+    order = [d for d in layout_of(input).order if d < 2 or shape[d] != 1]
+    return input if order == sorted(order) else input._with(input.packed.values.clone())
+
+
+_sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")
+
+
+@handles("scaled_dot_product_attention")
+def _attend(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of (B, heads, T*, D): queries see the keys of their own row, by `tensorloop.attention`."""
+    return _sdpa(func, *args, **kwargs)
+
+
+@handles("multi_head_attention_forward")
+def _attend_in_heads(func: Any, *args: Any, **kwargs: Any) -> Any:
+    """Of (T*, B, E), as `nn.MultiheadAttention` calls it."""
+    return _multihead(func, *args, **kwargs)
+
+
+@handles("_nested_tensor_from_mask_left_aligned")
+def _is_left_aligned(func: Any, *args: Any) -> bool:
+    """False, by which `nn.TransformerEncoder` learns that nothing has to be made a nested tensor."""
+    return False
+
+
+# Which take views as they are.
+_ON_VIEWS: dict[str, Handler] = {
+    **reordered_shapes.TABLE,
+    **between.TABLE,
+    "scaled_dot_product_attention": _attend,
+    "multi_head_attention_forward": _attend_in_heads,
+    **dict.fromkeys(("to", "type_as"), _to),
+    "ctc_loss": _ctc_loss,
+    "contiguous": _contiguous,
+}
+
+
+def _is_taken(name: str) -> bool:
+    known = name in _OF_CLASSES or any(name in table for table in (*_TABLES.values(), _ON_VIEWS, _ALONG, _ALIKE, _LAST))
+    return known or is_pointwise(name)
+
+
+def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
+        args, kwargs = for_rows(args, kwargs)
+    name = getattr(func, "__name__", str(func))
+    called = name[2:-2] if name.startswith("__") else name
+    try:
+        if not is_recording():
+            refuse_lost_gradient((*args, *kwargs.values()))
+        if (layout := _find_table(name, args, kwargs)) is not None:
+            # No comprehension: the dynamo of torch 2.11 fails at one where the graph breaks, on Python 3.12.
+            args, kwargs = unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True))
+            return _turn_channels(_run_in_table(_TABLES[layout][name], func, args, kwargs), layout)
+        if name in _OF_CLASSES and all(layout_of(x)[:2] == (0, 2) for x in args if isinstance(x, PackedView)):
+            return dispatch(func, unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True)))
+        if name in _ON_VIEWS:
+            out = _ON_VIEWS[name](func, *args, **kwargs)
+            if name in VIEWS and not is_of_rows(out, args[0].packed._dim):
+                follow(out, args[0], lambda x: _ON_VIEWS[name](func, x, *args[1:], **kwargs))
+            return out
+        if name in ("max", "min") and _is_of_two(args, kwargs):
+            func, name = getattr(torch, f"{name}imum"), f"{name}imum"
+        if name in _ALONG:
+            return _run_along(func, args, kwargs)
+        if name in _LAST:
+            return _run_on_last(func, args, kwargs)
+        if name in _ALIKE or is_pointwise(name):
+            return _run_pointwise(func, args, kwargs)
+        view = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedView))
+        refused = unsupported(name, f"bring its dims back before: {_way_back(view)}")
+        raise refused if not name.startswith("__i") else not_in_place(name)
+    except Fact as fact:
+        raise fact.named(called) from fact.__cause__
+
+
+@runs_kernels
+def _run_in_table(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    return handler(func, *args, **kwargs)
+
+
+def _find_table(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ViewLayout | None:
+    """The layout that all views have, if there is a table for it that has the function."""
+    if not any(name in table for table in _TABLES.values()):
+        return None
+    layouts = {layout_of(x) for x in (*args, *kwargs.values()) if isinstance(x, PackedView)}
+    if len(layouts) != 1:
+        return None
+    layout = layouts.pop()
+    return layout if name in _TABLES.get(layout, ()) else None
+
+
+def _turn_channels(out: Any, layout: ViewLayout) -> Any:
+    """Results of a table: of as many dims as the view in its order, what has no channels as it is."""
+    if is_packed(out) and out.ndim != layout.ndim:
+        return out
+    return turn_back(out, layout) if not isinstance(out, Tensor) or out.dim() == layout.ndim else out
+
+
+def _is_of_two(args: tuple[Any, ...], kwargs: dict[str, Any]) -> bool:
+    return sum(isinstance(x, (Tensor, PackedView, Packed)) for x in (*args, *kwargs.values())) == 2
+
+
+# -- entry by entry
+
+
+def _run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """On the packed tensor, with what stands beside it turned; missing dims are of size 1, as in a padded tensor."""
+    args, kwargs = open_only_rows(args, kwargs)
+    given = [x for x in (*args, *kwargs.values()) if isinstance(x, (Packed, PackedView))]
+    if any(isinstance(x, PackedScores) for x in given):
+        return score_ops.run_pointwise(func, args, kwargs)
+    layout = _find_common(given, (*args, *kwargs.values()))
+    if layout is None:
+        return score_ops.run_pointwise(func, args, kwargs)
+    turned = [_turn(x, layout) for x in args]
+    out = dispatch(func, (*turned,), {k: _turn(x, layout) for k, x in kwargs.items()})
+    if func.__name__.endswith("_") and not func.__name__.startswith("__") and out is turned[0]:
+        return args[0]
+    return turn_back(out, layout) if isinstance(out, (Packed, tuple, list)) else out
+
+
+def _find_common(given: list[Any], operands: tuple[Any, ...]) -> ViewLayout | None:
+    """The layout of the largest of several views, which agree counted from the last dim; None where they do not."""
+    layouts = [layout_of(x) for x in given]
+    ndim = max(x.dim() for x in operands if isinstance(x, (Tensor, Packed, PackedView)))
+    batch, time = layouts[0].from_end
+    for x, layout in zip(given[1:], layouts[1:], strict=True):
+        if layout.from_end[1] != time and layout.from_end[0] == batch:
+            return None
+        if layout.from_end != (batch, time):
+            shapes = f"{given[0].shape} and {x.shape}"
+            raise refusal(
+                f"packed tensors of {shapes} are aligned from their last dims, where batch or time would meet others",
+                "unsqueeze the smaller one, or transpose one of them",
+            )
+    return ViewLayout(batch + ndim, time + ndim, ndim)
+
+
+def _turn(x: Any, layout: ViewLayout) -> Any:
+    """An argument as it goes beside the packed tensor that is seen in this layout."""
+    if isinstance(x, (Packed, PackedView)):
+        p = unwrap(x)
+        missing = layout.ndim - p.ndim
+        return p._with(p.values[(slice(None), *[None] * missing)]) if missing else p
+    return turn_tensor(x, layout) if isinstance(x, Tensor) else x
+
+
+# -- along dims
+
+
+def _run_along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    place, name, default = find_dim_parameter(func.__name__)
+    layout = _find_one_layout((*args, *kwargs.values()))
+    beside = func.__name__ in _BESIDE
+    args = tuple(_turn_beside(x, layout) if beside else unwrap(x) for x in args)
+    kwargs = {k: _turn_beside(x, layout) if beside else unwrap(x) for k, x in kwargs.items()}
+    for alias in ("axis", "dim", "dims"):
+        if alias in kwargs and alias != name:
+            kwargs[name] = kwargs.pop(alias)
+    given = args[place] if len(args) > place else kwargs.get(name, default)
+    several = isinstance(given, (tuple, list))
+    places = [layout.find(d) for d in (given if several else (given,)) if type(d) is int]
+    dims = tuple(_translate(d, layout) for d in given) if several else _translate(given, layout)
+    if len(args) > place:
+        args = (*args[:place], dims, *args[place + 1 :])
+    elif given is not inspect.Parameter.empty:
+        kwargs[name] = dims
+    return turn_back(dispatch(func, args, kwargs), layout, places)
+
+
+def _translate(dim: Any, layout: ViewLayout) -> Any:
+    return layout.order[layout.find(dim)] if type(dim) is int else dim  # a Dim, a name, or None for all
+
+
+def _find_one_layout(operands: Any) -> ViewLayout:
+    """The layout that all packed operands have, also those in lists."""
+    flat = [x for y in operands for x in (y if isinstance(y, (list, tuple)) else (y,))]
+    views = [x for x in flat if isinstance(x, (Packed, PackedView))]
+    first = layout_of(views[0])
+    for x in views[1:]:
+        if layout_of(x) != first:
+            raise refusal(f"packed tensors {views[0].shape} and {x.shape} in different orders", "transpose one of them")
+    return first
+
+
+def _turn_beside(x: Any, layout: ViewLayout) -> Any:
+    """An argument, or a list of some, as it goes beside the packed tensor; ordinary ones of a list are packed."""
+    if type(x) in (list, tuple) and any(isinstance(y, (Packed, PackedView)) for y in x):
+        return _pack_all([_turn(y, layout) for y in x])
+    return _turn(x, layout)
+
+
+def _pack_all(parts: list[Any]) -> list[Packed]:
+    """Parts to join along features: ordinary ones are cut to the rows of the first that is packed."""
+    like = next(x for x in parts if is_packed(x))
+    found: list[Packed] = []
+    for x in parts:
+        if isinstance(x, Tensor):
+            x = align(x, like)
+            x = like._with(x.expand(len(like.values), *x.shape[x.dim() - like.ndim + 2 :]))
+        found.append(x)
+    return found
+
+
+def _run_on_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """Layers on the last features of each entry: batch and ragged dim stand before those."""
+    layout = _find_one_layout((*args, *kwargs.values()))
+    first: Any = args[0] if args else None
+    if not isinstance(first, PackedView):
+        raise refusal("only its input may be packed", "pass ordinary tensors for the rest")
+    wanted = args[1] if len(args) > 1 else kwargs.get("normalized_shape")
+    last = len(wanted) if isinstance(wanted, (tuple, list)) else 1 if "norm" in func.__name__ else _LAST[func.__name__]
+    if max(layout.batch, layout.time) >= layout.ndim - last:
+        raise refusal(f"the last dim of {first.shape} is no feature", f"bring it back before: {_way_back(first)}")
+    return turn_back(dispatch(func, (first.packed, *args[1:]), kwargs), layout)
+
+
+add_operators(Reordered, _dispatch)

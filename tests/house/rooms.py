@@ -1,0 +1,167 @@
+"""Which folder of the library may import which, and by which modules: the tables that `test_rooms.py` holds it to."""
+
+# A room, a folder or a single file -> those it may import, by their face (`__init__`) or by a door.
+ROOMS = {
+    "hf": {"beam", "loop", "attention", "packed", "tensor_array", "schedule"},
+    "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
+    "risk": {"packed", "kernels"},
+    "ordering": {"kernels"},
+    "loop": {"compiler", "packed", "tensor_array", "kernels", "schedule"},
+    "compiler": set(),
+    "attention": {"packed", "tensor_array", "kernels"},
+    "packed": {"kernels"},
+    "tensor_array": {"kernels"},
+    "compat": {"loop"},
+    "regroup": {"kernels"},
+    "kernels": {"cuda"},
+    "schedule": set(),
+    "cuda": set(),
+    "_common": set(),
+    "_torch": set(),
+}
+
+_SHARED = ("functions", "lengths", "operations", "place", "refused", "step", "trace", "verify", "walks")
+# What loops use of the compiler: the contracts, and its stages in the order in which a plan goes through them.
+_OF_THE_COMPILER = (
+    *_SHARED,
+    *("graph.backward", "graph.capture", "graph.complex_pairs"),
+    *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.choose"),
+)
+# A module that others may import although it is not the face of its room -> the rooms that do.
+DOORS = {
+    "packed.table.base": {"attention", "loop"},  # what a packed tensor is, without its operations
+    "packed.table.autograd": {"attention", "loop"},
+    "packed.operations.index": {"loop"},
+    "packed.rows.dim": {"attention", "beam", "loop"},
+    "packed.tensor": {"beam", "loop", "risk"},
+    "packed.rows.segments": {"loop"},
+    "packed.rows.size": {"hf"},
+    "packed.table.layout": {"attention"},
+    "tensor_array.array": {"attention", "beam", "loop"},
+    "tensor_array.block": {"attention", "beam", "loop"},
+    "tensor_array.buffer": {"attention", "beam", "loop"},
+    "tensor_array.gradient": {"attention", "beam"},
+    "tensor_array.internals": {"attention", "beam", "hf", "loop"},
+    "tensor_array.keys": {"loop"},
+    "tensor_array.sequential_reads": {"loop"},
+    "tensor_array.slot_list": {"loop"},
+    "tensor_array.store": {"beam", "loop"},
+    "loop.internals": {"beam", "compat"},
+    "attention.engine": {"beam"},
+    **{f"compiler.{name}": {"loop"} for name in _OF_THE_COMPILER},
+    "kernels.moves": {"regroup"},
+    "kernels.past": {"attention", "beam"},
+    "kernels.lattices": {"packed"},
+    # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
+    "kernels.cpu.graphs": {"ordering"},
+    "kernels.cpu.graph_walks": {"ordering"},
+    "kernels.cpu.slabs": {"ordering"},
+    "kernels.cpu.swaps": {"ordering"},
+}
+# What all stages of the compiler share: a step, the operations, what a graph may hold.
+CONTRACTS = {f"compiler.{name}" for name in _SHARED}
+_EMITTER = ("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write")
+# A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
+INNER = {
+    "loop.checkpoint": {"loop.advice", "loop.effects", "loop.known_reads", "loop.loop"},
+    "loop.compiled": {
+        *("loop.advice", "loop.known_reads", "loop.loop", "loop.rows_loop", "loop.checkpoint", "loop.effects"),
+        *("loop.compiled.look", "loop.compiled.run"),
+    },
+    "loop.compiled.look": {
+        *("loop.loop", "loop.packed_scan", "loop.slices", "loop.stopped_rows", "loop.checkpoint"),
+        *("loop.compiled.pays", "loop.effects", "loop.known_reads"),
+    },
+    "loop.compiled.run": {
+        *("loop.advice", "loop.carry", "loop.loop", "loop.outputs", "loop.rows_loop", "loop.checkpoint"),
+        *("loop.compiled.pays", "loop.compiled.look", "loop.effects", "loop.known_reads"),
+    },
+    "loop.compiled.in_graphs": {
+        *("loop.outputs", "loop.checkpoint", "loop.compiled.front", "loop.compiled.look", "loop.compiled.run"),
+    },
+    "compiler.graph": CONTRACTS,
+    "compiler.divide": CONTRACTS,
+    "compiler.emitter.ir": CONTRACTS,
+    "compiler.emitter.lower": {*CONTRACTS, "compiler.emitter.ir"},
+    "compiler.emitter.write": {*CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
+    "compiler.emitter.device": {*CONTRACTS, *_EMITTER},
+    "compiler.targets": {*CONTRACTS, *_EMITTER[:2], "compiler.targets.cpu", "compiler.targets.ptx"},
+    "compiler.targets.cpu": {*CONTRACTS, *_EMITTER, "compiler.emitter.lowered", "compiler.targets.given"},
+    "compiler.targets.ptx": {
+        *(*CONTRACTS, "compiler.emitter.lower", "compiler.emitter.device", "compiler.emitter.lowered"),
+        *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.given", "compiler.targets.proved"),
+    },
+    "packed.table": {"packed.rows"},
+    "packed.scores": {"packed.rows", "packed.table"},
+    "packed.views": {"packed.rows", "packed.table", "packed.scores"},
+    "packed.other_layouts": {"packed.rows", "packed.table"},
+    "packed.operations": {"packed.rows", "packed.table", "packed.views", "packed.other_layouts"},
+    "packed.time": {"packed.rows", "packed.table", "packed.views", "packed.operations"},
+    "packed.static": {"packed.table", "packed.tensor"},
+    "packed.loaders": {"packed.rows", "packed.table", "packed.other_layouts", "packed.tensor"},
+    **{name: set[str]() for name in ("loop.effects", "memory.counting", "packed.rows")},
+    "memory.report": {"memory.counting"},
+    "memory.scaling": {"memory.counting", "memory.report"},
+    "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.past"},
+    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
+}
+
+
+def _of(room: str, names: str) -> list[str]:
+    return [f"{room}.{name}" for name in names.split()]
+
+
+# Their doors, for all in the room around.
+INNER_DOORS = {
+    *_of("loop.checkpoint", "adjoint dependence in_order leaving node options snapshots"),
+    *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
+    *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
+    *_of("loop.compiled.look", "second_look template values_read"),
+    *_of("loop.effects", "caught fetches follow judge known notes reads"),
+    *_of("loop.compiled.run", "array_plan blocks node plan program python_condition results rows_apart stretches"),
+    "compiler.graph.core_operations",
+    *_of("compiler.emitter.ir", "arrays code failures kernels machine vector_math"),
+    *_of("compiler.emitter.lower", "calling convolution growing indexing lowering matrices movement numbers pointwise"),
+    *_of("compiler.emitter.lower", "reductions special"),
+    *_of("compiler.emitter.write", "bounds factorings function fuse in_order matmul matrices memory rows scratch"),
+    *("compiler.emitter.write.walk_body", "compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
+    *_of("compiler.targets", "eager given proved cpu.cache cpu.host cpu.target ptx.target"),
+    *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
+    *_of("packed.rows", "alignments dim segment_reduce segments size windows"),
+    *_of("packed.table", "aliases assign autograd base dispatch entries fallback heads_as_rows layout made_by_size"),
+    *_of("packed.table", "pointwise refusals types"),
+    *_of("packed.scores", "between by_rows relative score_ops score_parts scores"),
+    *_of("packed.views", "reordered reordered_shapes"),
+    *_of("packed.operations", "features index joins losses norms padding pieces reduce rnn shape sort transducer"),
+    "packed.operations.writes",
+    *_of("packed.time", "convolution images pooling resampling spectrum statistics"),
+    *("packed.static.static", "packed.loaders.batches", "packed.loaders.sampler"),
+    *_of("packed.other_layouts", "einops interop tree"),
+    "memory.counting.storages",
+    *(f"memory.report.{name}" for name in ("charts", "exponents", "figures", "growth", "html", "picture")),
+    *("memory.report.result", "memory.report.timeline", "memory.scaling.measure"),
+    *(f"kernels.eager.{name}" for name in ("beam", "edits", "past", "segment_reductions", "slots")),
+}
+# What is loaded by name when it is first needed: module -> what it gives to `import_module` or `late`, as written.
+LATE_DOORS = {
+    "__init__": {"f'{__name__}.{name}'"},
+    "_common.moved": {"new"},
+    "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
+    "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
+    **{
+        "packed.table.made_by_size": {"'packed.table.pointwise'"},
+        "packed.table.entries": {"'packed.table.entry_rules'"},
+    },
+    "packed.rows.size": {"'packed.by_size'", "'packed.table.heads_as_rows'"},
+    "packed.views.reordered": {"'attention.sdpa'", "'attention.multihead'"},
+    "tensor_array.array": {"'tensor_array.show'"},
+    "cuda": {"PACKAGE"},  # tensorloop_cuda
+    "memory.target": {"name"},  # a user's own module
+}
+# tqdm where progress=True asks for it, matplotlib where one draws, pymetis where METIS is asked for
+THIRD_PARTY = {"torch", "tqdm", "matplotlib", "pymetis"}
+COMPILERS = {"numba", "llvmlite", "numpy"}  # where kernels are
+MODELS = {"transformers"}  # in the room for them, which comes with an extra
+EMITTER = {"llvmlite"}  # where machine code is made; numba brings it
+KEPT = {"next_functions": "_torch/graph", "_version": "_torch/versions"}  # what one module reads for all
+PRIVATE = ("torch._C", "torch._functorch", "torch._dynamo", "torch._subclasses", "torch._higher_order_ops")
