@@ -148,7 +148,7 @@ ROOMS = {
     "views": Room(
         {
             **_each(
-                ("packed/views/reordered.py", "packed/views/reordered_shapes.py"),
+                ("packed/views/reordered.py", "packed/operations/shape.py", "packed/operations/regroup.py"),
                 *(f"tests/packed/test_packed_{name}.py" for name in ("heads", "images", "time_first")),
             ),
             **_each(

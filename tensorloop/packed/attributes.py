@@ -91,14 +91,14 @@ class InAutograd(Packed):
         return self.ndim
 
 
-@handles("fill_", "zero_")
+@handles
 def _fill(func: Any, input: Any, *value: Any, **kwargs: Any) -> Any:
     """In place."""
     func(input.values, *value, **kwargs)
     return input
 
 
-@handles("copy_")
+@handles
 def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
     """In place, from a packed tensor of the same rows or from what broadcasts."""
     if not is_packed(input):
@@ -109,15 +109,25 @@ def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
     return input
 
 
-@handles("is_contiguous", "is_signed", "is_inference", "element_size", "get_device", "nelement", "numel", "item")
+@handles
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch says of the values."""
     return func(input.values, *args, **kwargs)
 
 
-@handles("grad")
+@handles
 def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
     """Of `torch.autograd.grad`: the gradient of a packed input is packed."""
     of, by, along = (x if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs, grad_outputs))
-    found = func(*([x.values if is_packed(x) else x for x in given] for given in (of, by, along)), **kwargs)
-    return tuple(x._with(g) if is_packed(x) and g is not None else g for x, g in zip(by, found, strict=True))
+    found = func(*([getattr(x, "_memory", x) for x in given] for given in (of, by, along)), **kwargs)
+    return tuple(g if g is None or isinstance(x, Tensor) else x._with(g) for x, g in zip(by, found, strict=True))
+
+
+@handles
+def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
+    """Whether two packed tensors are of the same rows, and their values are equal or close."""
+    if not (is_packed(input) and is_packed(other)):
+        raise refusal("only one of the two is packed", "pack the other: pack_padded(x, p.lens), or compare p.pad()")
+    if not input._dim.same(other._dim):
+        return False
+    return func(input.values, other.values, *args, **kwargs)

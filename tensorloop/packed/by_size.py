@@ -18,32 +18,24 @@ from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.size import EntryCount, NoNumber, RaggedSize, no_number
 from tensorloop.packed.table.base import Packed, refusal
+from tensorloop.packed.table.dispatch import HANDLED, handles
 from tensorloop.packed.table.entries import plain
 from tensorloop.packed.table.made_by_size import RaggedTable, mark, mark_sizes, run_for_rows
+from tensorloop.packed.table.operations import SIZES
 from tensorloop.packed.tensor import PackedTensor
 
-_TABLE: dict[str, Callable[..., Any]] = {}
+_RUNS = HANDLED[SIZES]
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for arguments one of which is a ragged size."""
     name = getattr(func, "__name__", str(func))
-    if name not in _TABLE:
+    if name not in _RUNS:
         raise no_number(name)
     try:
-        return _TABLE[name](func, *args, **kwargs)
+        return _RUNS[name](func, *args, **kwargs)
     except Fact as fact:
         raise fact.named(name) from fact.__cause__
-
-
-def takes_sizes(*names: str) -> Any:
-    """Puts a function into the table: it is called with the torch function and its arguments."""
-
-    def add(handler: Callable[..., Any]) -> Callable[..., Any]:
-        _TABLE.update(dict.fromkeys(names, handler))
-        return handler
-
-    return add
 
 
 def _as_list(sizes: tuple[Any, ...]) -> list[Any]:
@@ -89,8 +81,7 @@ def _of_sizes(func: Any, input: Tensor, sizes: list[Any]) -> Any:
     return mark_sizes(func(input, _as_numbers(func, sizes)), sizes)
 
 
-@takes_sizes("zeros", "ones", "empty", "rand", "randn", "full", "randint")
-@takes_sizes("new_zeros", "new_ones", "new_empty", "new_full")
+@handles
 def _fill(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Of sizes one by one or in a list, behind a tensor, before a number, or behind the bounds of what is drawn."""
     name, own = func.__name__, int(func.__name__.startswith("new_"))
@@ -102,7 +93,7 @@ def _fill(func: Any, *args: Any, **kwargs: Any) -> Any:
     return _make(func, list(given), lambda numbers: func(*before, numbers, *behind, **kwargs))
 
 
-@takes_sizes("arange")
+@handles
 def _count(func: Any, *args: Any, **kwargs: Any) -> Any:
     """As far as the longest row, from a start and by steps that are the same for every row."""
     given = [*args, kwargs.pop("end")] if "end" in kwargs else list(args)
@@ -118,13 +109,13 @@ def _count(func: Any, *args: Any, **kwargs: Any) -> Any:
     return mark(made, {-1: count})
 
 
-@takes_sizes("eye", "one_hot", "narrow")
+@handles
 def _of_rows(func: Any, *args: Any, **kwargs: Any) -> Any:
     """As far as the longest row, where that begins as the others do."""
     return run_for_rows(func, args, kwargs)
 
 
-@takes_sizes("view", "reshape")
+@handles
 def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     """Of the entries one after another, (N, ...) as (B, T, *F), a packed tensor; of a padded tensor a padded one."""
     given = list(kwargs["shape"]) if "shape" in kwargs else _as_list(sizes)
@@ -173,7 +164,7 @@ def _find_features(x: Tensor, features: list[int], dim: Dim) -> list[int]:
     return [inner // known if n == -1 else n for n in features]
 
 
-@takes_sizes("unflatten")
+@handles
 def _unflatten(func: Any, input: Tensor, dim: int, sizes: Any) -> Any:
     given = list(sizes)
     if dim % input.dim() == 0 and len(given) == 2:
@@ -183,7 +174,7 @@ def _unflatten(func: Any, input: Tensor, dim: int, sizes: Any) -> Any:
     return run_for_rows(func, (input, dim, given), {})
 
 
-@takes_sizes("expand", "broadcast_to")
+@handles
 def _expand(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     """(B, T, *F): packed, each row with what its entries would see of the padded tensor."""
     given = list(kwargs["size"]) if "size" in kwargs else _as_list(sizes)
@@ -207,7 +198,7 @@ def _cut(x: Tensor, dim: Dim) -> Packed:
     return _pack(segments.pack(x.expand(rows, *x.shape[1:]), dim._offsets, dim.total), dim)
 
 
-@takes_sizes("repeat", "tile")
+@handles
 def _repeat(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
     """One entry as often as each row is long."""
     given = _as_list(tuple(kwargs.values()) or sizes)

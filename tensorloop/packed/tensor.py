@@ -21,7 +21,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed import show
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.methods import add_methods
-from tensorloop.packed.operations import features, joins, losses, norms, pieces, reduce, rnn, shape, sort
+from tensorloop.packed.operations import features, joins, losses, norms, pieces, reduce, regroup, rnn, shape, sort
 from tensorloop.packed.operations.index import getitem
 from tensorloop.packed.operations.writes import setitem
 from tensorloop.packed.other_layouts import interop
@@ -29,7 +29,7 @@ from tensorloop.packed.other_layouts.einops import make_backend
 from tensorloop.packed.other_layouts.tree import register
 from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim, as_dim, unchanged
-from tensorloop.packed.scores import score_parts as _scores
+from tensorloop.packed.scores import between, score_parts
 from tensorloop.packed.table.aliases import follow, mark
 from tensorloop.packed.table.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import Packed, add_operators, find_dim, gives_view, is_of_rows
@@ -44,7 +44,7 @@ from tensorloop.packed.views import reordered as _views
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = features, joins, losses, norms, pieces, reduce, rnn, shape, sort, _views, _scores
+_TABLES = features, joins, losses, norms, pieces, reduce, regroup, rnn, shape, sort, _views, between, score_parts
 _TIME_TABLES = convolution, images, pooling, resampling, spectrum, statistics
 
 

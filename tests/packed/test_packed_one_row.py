@@ -13,12 +13,11 @@ import torch
 from torch import Tensor
 
 from tensorloop.packed import PackedTensor, StaticPackedTensor, pack_padded
-from tensorloop.packed.static.static_ops import STATIC
-from tensorloop.packed.table.dispatch import HANDLERS
+from tensorloop.packed.table.dispatch import HANDLED, HANDLERS
 from tensorloop.packed.table.entries import plain
+from tensorloop.packed.table.operations import CHANNELS, STATIC
 from tensorloop.packed.table.pointwise import is_pointwise
 from tensorloop.packed.time import convolution
-from tensorloop.packed.views import reordered
 from tests.support import packed_cases as cases
 from tests.support.devices import HERE
 
@@ -126,8 +125,8 @@ def static(x: Tensor, lens: list[int]) -> Any:
 def test_every_function_of_the_tables_has_a_case_or_a_reason() -> None:
     assert set(cases.PACKED) | set(cases.NO_ROWS) == set(HANDLERS)
     assert not set(cases.PACKED) & set(cases.NO_ROWS)
-    assert set(cases.CHANNELS_FIRST) | set(cases.CHANNELS_WITHOUT_ROWS) == set(reordered._OF_CHANNELS)
-    assert set(STATIC) <= set(cases.PACKED)
+    assert set(cases.CHANNELS_FIRST) | set(cases.CHANNELS_WITHOUT_ROWS) == set(HANDLED[CHANNELS])
+    assert set(HANDLED[STATIC]) <= set(cases.PACKED)
 
 
 each_lens = pytest.mark.parametrize("lens", LENS, ids=str)
@@ -170,7 +169,7 @@ def test_functions_of_our_own(name: str, lens: list[int], dtype: torch.dtype) ->
 
 @each_dtype
 @each_lens
-@pytest.mark.parametrize("name", sorted(STATIC))
+@pytest.mark.parametrize("name", sorted(HANDLED[STATIC]))
 def test_functions_of_static_shape(name: str, lens: list[int], dtype: torch.dtype) -> None:
     """Free entries hold NaN in every run. What a case needs of other functions may not be there."""
     tried = 0

@@ -390,6 +390,7 @@ STATIC_INSTEAD: dict[str, list[Case]] = {
     "argmin": [lambda p: p.argmin(-1)],
     "matmul": [lambda p: p @ fixed(p, FEATURES, 3)],
     "chunk": [lambda p: p.chunk(2, -1)],
+    "concatenate": [lambda p: torch.concatenate([p, second(p)], -1)],
     "split": [lambda p: p.split(2, -1)],
     "unbind": [lambda p: p.unbind(-1)],
 }

@@ -19,7 +19,7 @@ from tensorloop.packed.table.pointwise import align, check_partner, refuse_array
 from tensorloop.packed.table.refusals import BETWEEN
 
 
-@handles("linear")
+@handles
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     """The layer applied to every entry."""
     check_only_first(input, weight, bias)
@@ -27,14 +27,14 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     return input._with(func(input.values, weight, bias))
 
 
-@handles("embedding")
+@handles
 def _embedding(func: Any, input: Any, weight: Any, *args: Any, **kwargs: Any) -> Any:
     """A vector for every index."""
     check_only_first(input, weight)
     return input._with(func(input.values, weight, *args, **kwargs))
 
 
-@handles("layer_norm", "rms_norm")
+@handles
 def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: Any) -> Any:
     """Every entry normalised over its features."""
     check_only_first(input, *args, *kwargs.values())
@@ -42,7 +42,7 @@ def _norm(func: Any, input: Any, normalized_shape: Any, *args: Any, **kwargs: An
     return input._with(func(input.values, normalized_shape, *args, **kwargs))
 
 
-@handles("prelu")
+@handles
 def _prelu(func: Any, input: Any, weight: Any) -> Any:
     """Entry by entry, with one weight."""
     check_only_first(input, weight)
@@ -51,14 +51,7 @@ def _prelu(func: Any, input: Any, weight: Any) -> Any:
     return input._with(func(input.values, weight))
 
 
-@handles("view_as_complex", "view_as_real")
-def _pairs(func: Any, input: Any) -> Any:
-    """The last feature dim, of size 2, as complex numbers; or those as a feature dim more."""
-    _needs_features(input, func.__name__ == "view_as_complex")
-    return input._with(func(input.values))
-
-
-@handles("gumbel_softmax")
+@handles
 def _gumbel_softmax(
     func: Any, logits: Any, tau: float = 1, hard: bool = False, eps: float = 1e-10, dim: Any = -1
 ) -> Any:
@@ -71,7 +64,7 @@ def _needs_features(p: Packed, n: int) -> None:
         raise refusal(f"it needs {n} feature dims, the tensor is {p.shape}", "a ragged dim is not a feature dim")
 
 
-@handles("matmul", "__matmul__", "__rmatmul__", called="matmul")
+@handles
 def _matmul(func: Any, input: Any, other: Any) -> Any:
     """Of matrices in the feature dims; a matrix for each row pads, with a PackedFallbackWarning."""
     if func.__name__ == "__rmatmul__":
@@ -113,7 +106,7 @@ def _needs_matrix(p: Packed) -> None:
         )
 
 
-@handles("to", "type_as")
+@handles
 def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """In another dtype or on another device; its lens move along."""
     args = tuple(x.values if is_packed(x) else x for x in args)
@@ -124,7 +117,7 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return input._with(values, input._dim.to(values.device))
 
 
-@handles("cdist")
+@handles
 def _cdist(func: Any, x1: Any, x2: Any, *args: Any, **kwargs: Any) -> Any:
     """From each entry to the rows of a codebook (K, D) or (1, K, D)."""
     if not is_packed(x1) or not is_tensor(x2) or x1.ndim != 3 or any(n != 1 for n in x2.shape[:-2]):

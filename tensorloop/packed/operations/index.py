@@ -14,7 +14,7 @@ from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.size import FromEnd, RaggedSize
 from tensorloop.packed.table.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.table.entries import plain
-from tensorloop.packed.views import reordered_shapes
+from tensorloop.packed.views.parts import index as index_view
 
 _ALL = slice(None)
 
@@ -35,7 +35,7 @@ def getitem(p: Packed, key: Any) -> Any:
     if any(is_packed(k) for k in (key if isinstance(key, tuple) else (key,))):
         raise refusal("a packed index must be one bool tensor", "use .values of both")
     if _adds_dims_before(key):
-        return reordered_shapes.index(p, key)
+        return index_view(p, key)
     rows, times, features = _split_key(p, key)
     if isinstance(rows, Tensor) and (isinstance(times, Tensor) or (isinstance(times, int) and _find_lists(features))):
         return p.values[(_find_pairs(p, rows, times), *features)]

@@ -15,7 +15,7 @@ from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.pointwise import align, check_partner
 
 
-@handles("cat", "concat", "concatenate", called="cat")
+@handles
 def _cat(func: Any, tensors: Any, dim: Any = 0, **kwargs: Any) -> Any:
     """Along features and along time the rows are those of each; along the batch the rows follow one another.
 
@@ -62,7 +62,7 @@ def _pack_beside(x: Tensor, p: Packed, d: int) -> Packed:
     return p._with(segments.pack(x, dim._offsets, dim.total))
 
 
-@handles("repeat_interleave")
+@handles
 def _repeat_interleave(func: Any, input: Any, repeats: Any, dim: Any = None, *, output_size: Any = None) -> Any:
     """Rows, entries or features as often as given: beams, samples, durations.
 

@@ -14,10 +14,7 @@ from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.pointwise import check_partner, rewrap, to_values
 
 
-@handles(
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
-    *("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss", "soft_margin_loss"),
-)
+@handles
 def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
     """A loss of pairs of entries: the mean is over the entries there are."""
     if weight is not None and not is_packed(weight) and not is_tensor(weight):
@@ -36,7 +33,7 @@ def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **
     return rewrap(input, out) if kwargs.get("reduction") == "none" else out
 
 
-@handles("cross_entropy", "nll_loss")
+@handles
 def _classes(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Of classes in dim 2 of (B, T*, V, *F) and targets (B, T*, *F), or (B, T*, V, *F) probabilities."""
     if not (is_packed(input) and is_packed(target)):
@@ -50,7 +47,7 @@ def _classes(func: Any, input: Any, target: Any, weight: Any = None, *args: Any,
     return input._with(out) if kwargs.get("reduction") == "none" else out
 
 
-@handles("ctc_loss")
+@handles
 def _ctc_loss(
     func: Any,
     log_probs: Any,

@@ -12,7 +12,7 @@ from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.pointwise import align
 
 
-@handles("norm", "vector_norm", "linalg_vector_norm", called="norm")
+@handles
 def _norm(
     func: Any, input: Any, p: Any = 2, dim: Any = None, keepdim: bool = False, dtype: Any = None, *, ord: Any = None
 ) -> Any:
@@ -47,27 +47,35 @@ def _power(size: Tensor, p: float) -> Tensor:
     return torch.where(size == 0, 0, torch.where(size == 0, 1, size) ** p)
 
 
-@handles("linalg_norm", "linalg_matrix_norm", called="norm")
+@handles
 def _linalg_norm(
     func: Any, A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
     """Of vectors along any dim; of matrices over two feature dims."""
-    matrix = func.__name__ == "linalg_matrix_norm"
-    dims = find_dims(A, (-2, -1) if matrix and dim is None else dim)
-    if len(dims) == 1 or (ord is None and not matrix):
+    dims = find_dims(A, dim)
+    if len(dims) == 1 or ord is None:
         return _norm(func, A, ord, dims, keepdim, dtype)
-    if len(dims) > 2 or {0, 1} & set(dims):
+    return _matrix_norm(func, A, ord, dims, keepdim, dtype=dtype)
+
+
+@handles
+def _matrix_norm(
+    func: Any, A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
+) -> Any:
+    """Of matrices over two feature dims."""
+    dims = find_dims(A, dim)
+    if len(dims) != 2 or {0, 1} & set(dims):
         raise refusal(f"a norm of matrices over dims {dims} of {A.shape}", "give two feature dims, dim 2 and up")
-    return A._with(torch.linalg.matrix_norm(A.values, ord or "fro", tuple(d - 1 for d in dims), keepdim, dtype=dtype))
+    return A._with(torch.linalg.matrix_norm(A.values, ord, tuple(d - 1 for d in dims), keepdim, dtype=dtype))
 
 
-@handles("normalize")
+@handles
 def _normalize(func: Any, input: Any, p: float = 2.0, dim: Any = 1, eps: float = 1e-12, out: Any = None) -> Any:
     """Divided by the norm over `dim`."""
     return input / torch.clamp(torch.norm(input, p, dim, True), min=eps)
 
 
-@handles("cosine_similarity")
+@handles
 def _cosine_similarity(func: Any, x1: Any, x2: Any, dim: Any = 1, eps: float = 1e-8) -> Any:
     """Over any dim, of two packed tensors or of one and what broadcasts against it."""
     p = x1 if is_packed(x1) else x2

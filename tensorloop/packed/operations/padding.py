@@ -13,12 +13,12 @@ from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.windows import lengthen
 from tensorloop.packed.table.base import Packed, check_only_first, refusal
-from tensorloop.packed.views.reordered import takes_channels_first
+from tensorloop.packed.table.dispatch import handles
 
 _FROM_ROW = ("reflect", "replicate", "circular")
 
 
-@takes_channels_first("pad")
+@handles
 def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     """F.pad of (B, C, T*): the first two numbers are for time, the next two for channels."""
     check_only_first(input)

@@ -47,7 +47,7 @@ def _count(p: Packed, d: int) -> int:
     return len(p._dim) if d == 0 else p._dim.max_len
 
 
-@handles("chunk")
+@handles
 def _chunk(func: Any, input: Any, chunks: Any, dim: Any = 0) -> Any:
     """Along the ragged dim pieces of the longest row, and of each row what is there."""
     d = find_dim(input, dim)
@@ -56,7 +56,7 @@ def _chunk(func: Any, input: Any, chunks: Any, dim: Any = 0) -> Any:
     return _cut(input, d, torch.chunk(torch.arange(_count(input, d), device="cpu"), chunks))
 
 
-@handles("tensor_split")
+@handles
 def _tensor_split(func: Any, input: Any, indices_or_sections: Any = None, dim: Any = 0, **kwargs: Any) -> Any:
     """By a number of pieces, or by the places where to cut."""
     how = kwargs.get("sections", kwargs.get("indices", indices_or_sections))
@@ -66,7 +66,7 @@ def _tensor_split(func: Any, input: Any, indices_or_sections: Any = None, dim: A
     return _cut(input, d, torch.tensor_split(torch.arange(_count(input, d), device="cpu"), how))
 
 
-@handles("split", "split_with_sizes", called="split")
+@handles
 def _split(func: Any, input: Any, size: Any = None, dim: Any = 0, **kwargs: Any) -> Any:
     """Along the ragged dim pieces of the longest row, and of each row what is there."""
     size = next(iter(kwargs.values()), size)  # split_size, split_sizes, split_size_or_sections
@@ -83,7 +83,7 @@ def _split(func: Any, input: Any, size: Any = None, dim: Any = 0, **kwargs: Any)
     return _cut(input, 1, torch.arange(steps, device="cpu").split(size))
 
 
-@handles("unbind")
+@handles
 def _unbind(func: Any, input: Any, dim: Any = 0) -> Any:
     """The rows, ordinary tensors; or the slices of a feature dim, packed."""
     d = find_dim(input, dim)
@@ -94,14 +94,14 @@ def _unbind(func: Any, input: Any, dim: Any = 0) -> Any:
     return rewrap(input, input.values.unbind(d - 1))
 
 
-@handles("select")
+@handles
 def _select(func: Any, input: Any, dim: Any, index: Any) -> Any:
     """p[b], p[:, t], or an index of a feature dim."""
     d = find_dim(input, dim)
     return input._with(input.values.select(d - 1, index)) if d > 1 else input[index] if d == 0 else input[:, index]
 
 
-@handles("narrow")
+@handles
 def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
     """Rows, or features; along the ragged dim p[:, start : start + length]."""
     d = find_dim(input, dim)
@@ -116,7 +116,7 @@ def _narrow(func: Any, input: Any, dim: Any, start: Any, length: Any) -> Any:
     return slice_rows(input, first, first + length) if d == 0 else crop(input, slice(first, first + length))
 
 
-@handles("index_select")
+@handles
 def _index_select(func: Any, input: Any, dim: Any, index: Any) -> Any:
     """p[index], p[:, index], or features."""
     _needs_packed(input)
@@ -127,16 +127,23 @@ def _index_select(func: Any, input: Any, dim: Any, index: Any) -> Any:
     return input[index] if d == 0 else input[:, index]
 
 
-@handles("gather")
+@handles
 def _gather(func: Any, input: Any, dim: Any, index: Any, *, sparse_grad: bool = False) -> Any:
     """By an index of the same rows; along the ragged dim also by an ordinary one (B, K, *F), from each row's start."""
     if _is_table(input, dim, index):
         return _pick_from_table(input, index)
     _needs_packed(input)
     if find_dim(input, dim) > 1:
-        index = _take_values(index, input) if is_packed(index) else align(index, input)
-        return input._with(torch.gather(input.values, find_feature_dim(input, dim), index))
+        at = _take_values(index, input) if is_packed(index) else _pack_index(index, input)
+        return input._with(torch.gather(input.values, find_feature_dim(input, dim), at))
     return _pick_steps(lambda values, at: torch.gather(values, 0, at), input, dim, index)
+
+
+def _pack_index(index: Tensor, p: Packed) -> Tensor:
+    """An ordinary index (B, T, *F) cut to rows. One of fewer rows or steps would pick from the first ones alone."""
+    if index.dim() != p.ndim or index.shape[:2] != (len(p._dim), p._dim.max_len):
+        raise WrongValue(f"the index {tuple(index.shape)} is not of all entries of {p.shape}; expand it")
+    return segments.pack(index, p._dim._offsets, p._dim.total)
 
 
 def _is_table(input: Any, dim: Any, index: Any) -> bool:
@@ -156,7 +163,7 @@ def _pick_from_table(table: Tensor, index: Packed) -> Packed:
     return index._with(table[rows, index.values.where(index.values >= 0, size)])
 
 
-@handles("take_along_dim")
+@handles
 def _take_along_dim(func: Any, input: Any, indices: Any, dim: Any = None) -> Any:
     """As gather; an index broadcasts along the other dims."""
     _needs_packed(input)
@@ -194,7 +201,7 @@ def _pick_steps(pick: Any, p: Packed, dim: Any, index: Any) -> Any:
     return out.view(*at.shape[:2], *out.shape[1:])
 
 
-@handles("masked_select")
+@handles
 def _masked_select(func: Any, input: Any, mask: Any) -> Any:
     """The numbers where the mask is true, (M,), in the order of a padded tensor without its padding."""
     if not is_packed(input):
@@ -202,7 +209,7 @@ def _masked_select(func: Any, input: Any, mask: Any) -> Any:
     return input.values.masked_select(check_partner(input, mask).values if is_packed(mask) else align(mask, input))
 
 
-@handles("glu")
+@handles
 def _glu(func: Any, input: Any, dim: Any = -1) -> Any:
     """Along a feature dim."""
     return input._with(torch.nn.functional.glu(input.values, find_feature_dim(input, dim)))
@@ -215,7 +222,7 @@ def _as_tuple(x: Any) -> tuple[Any, ...]:
     return tuple(x) if isinstance(x, (tuple, list)) else (x,)
 
 
-@handles("roll")
+@handles
 def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
     """Along the ragged dim each row rolls by itself."""
     if dims is None or dims == ():
@@ -235,7 +242,7 @@ def _roll(func: Any, input: Any, shifts: Any, dims: Any = None) -> Any:
     return input._with(values)
 
 
-@handles("diff")
+@handles
 def _diff(func: Any, input: Any, n: int = 1, dim: Any = -1, prepend: Any = None, append: Any = None) -> Any:
     """Along the ragged dim every row gets n shorter, an empty one stays; what is joined to it may be (B, K, *F)."""
     _needs_packed(input)
@@ -263,7 +270,7 @@ def pack_steps(x: Tensor, p: Packed) -> Packed:
     return p._with(x.flatten(0, 1), Dim(p._dim.name, [x.shape[1]] * len(x)).to(p.values.device))
 
 
-@handles("pad")
+@handles
 def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     """F.pad: along feature dims torch's own; along the ragged dim before and behind each row's own entries."""
     sizes = [arguments.as_int(n, f"pad[{i}]") for i, n in enumerate(pad)]

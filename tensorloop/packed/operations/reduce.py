@@ -77,7 +77,7 @@ def _reduce(func: Any, p: Packed, dim: Any, keepdim: bool, on_segments: Any, kwa
     return restore_dims(on_segments(divide(p, dims)), dims, keepdim)
 
 
-@handles("sum", "nansum")
+@handles
 def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Over the batch or ragged dim an ordinary tensor, over features a packed one; of an empty row 0."""
 
@@ -92,7 +92,7 @@ def _sum(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype
     return _reduce(func, input, dim, keepdim, reduce, {"dtype": dtype})
 
 
-@handles("mean", "nanmean")
+@handles
 def _mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Over the entries there are: of an empty row NaN."""
 
@@ -110,7 +110,7 @@ def _mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
     return _reduce(func, input, dim, keepdim, reduce, {"dtype": dtype})
 
 
-@handles("amax", "amin")
+@handles
 def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
     """`initial` counts as one more entry of everything that is reduced: of an empty row it is the result."""
     which = func.__name__[1:]
@@ -138,7 +138,7 @@ def refuse_empty(s: Segments, what: str, instead: str = "leave such rows out: p[
         raise WrongValue(f"row {row} is empty and has no {what}; {instead}")
 
 
-@handles("max", "min")
+@handles
 def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs: Any) -> Any:
     """(values, indices) over one dim, the first of equal entries; of two tensors the larger of each pair."""
     name = func.__name__
@@ -157,7 +157,7 @@ def _max(func: Any, input: Any, dim: Any = None, keepdim: bool = False, **kwargs
     return result((restore_dims(values, (d,), keepdim), restore_dims(index, (d,), keepdim)))
 
 
-@handles("argmax", "argmin")
+@handles
 def _argmax(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """The place of the first extreme: along the ragged dim a position in the row, along the batch a row."""
     if dim is None:
@@ -178,7 +178,7 @@ def _find_best(p: Packed, d: int, which: str) -> tuple[Tensor, Tensor]:
     return values, where - s.offsets[:-1].view(-1, *[1] * (where.dim() - 1))
 
 
-@handles("logsumexp")
+@handles
 def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
     """Of an empty row -inf; integers count as torch's default dtype."""
 
@@ -221,7 +221,7 @@ def _find_variance(s: Segments, correction: float) -> tuple[Tensor, Tensor]:
     return torch.where(free < 0, found + (total / 0 - found).detach(), found), mean
 
 
-@handles("std", "var", "std_mean", "var_mean")
+@handles
 def _std(
     func: Any, input: Any, dim: Any = None, unbiased: Any = None, keepdim: bool = False, *, correction: Any = None
 ) -> Any:
@@ -247,7 +247,7 @@ def _std(
     return (spread, mean.to(input.dtype)) if "_" in name else spread
 
 
-@handles("any", "all")
+@handles
 def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Bools, and uint8 of uint8, as torch's; of an empty row False, and all of it True."""
 
@@ -260,7 +260,7 @@ def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return _reduce(func, input, dim, keepdim, reduce, {})
 
 
-@handles("count_nonzero")
+@handles
 def _count_nonzero(func: Any, input: Any, dim: Any = None) -> Any:
     """How many entries are not zero."""
     return torch.sum(input != 0, find_dims(input, dim))
@@ -288,25 +288,25 @@ def _run_softmax(func: Any, input: Any, dim: Any, dtype: Any, run: Any) -> Any:
     return _run_along(func, x, dim, run)
 
 
-@handles("softmax", "special_softmax", called="softmax")
+@handles
 def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Over the entries there are along `dim`: of each row by itself along the ragged dim."""
     return _run_softmax(torch.softmax, input, dim, dtype, segment_reduce.softmax)
 
 
-@handles("log_softmax", "special_log_softmax", called="log_softmax")
+@handles
 def _log_softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """The logarithm of softmax."""
     return _run_softmax(torch.log_softmax, input, dim, dtype, segment_reduce.log_softmax)
 
 
-@handles("softmin", called="softmax")
+@handles
 def _softmin(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     """Softmax of the negative."""
     return _run_softmax(torch.softmax, -input, dim, dtype, segment_reduce.softmax)
 
 
-@handles("cumsum")
+@handles
 def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     """Running sums along `dim`, of each row by itself along the ragged dim."""
     x = input if dtype is None else input.to(dtype)
@@ -315,7 +315,7 @@ def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     return _run_along(torch.cumsum, x, dim, segments.cumsum)
 
 
-@handles("cumprod", "cummax", "cummin", "logcumsumexp")
+@handles
 def _running(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     """Along the ragged dim by padding, with a PackedFallbackWarning; `dtype` is for cumprod."""
     name = func.__name__
@@ -332,7 +332,7 @@ def _running(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     return fall_back(name, input, lambda x: func(x, 1), 1 if name == "cumprod" else 0)
 
 
-@handles("prod")
+@handles
 def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """Over features a packed tensor; over the ragged or batch dim by padding, with a PackedFallbackWarning."""
     x = input if dtype is None else input.to(dtype)
@@ -344,7 +344,7 @@ def _prod(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtyp
     return fall_back("prod", x, lambda padded: torch.prod(padded, d, keepdim), 1, reduces=True)
 
 
-@handles("flip")
+@handles
 def _flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """Along the ragged dim each row from its end to its start."""
     (dims,) = (kwargs.get("dims", dims),)

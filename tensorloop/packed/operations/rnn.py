@@ -21,12 +21,11 @@ from tensorloop.packed.table.base import Packed, PackedView, is_packed, refusal
 from tensorloop.packed.table.dispatch import dispatch, handles
 from tensorloop.packed.table.fallback import PackedFallbackWarning
 from tensorloop.packed.table.layout import ViewLayout, layout_of, see
-from tensorloop.packed.views.reordered import takes_views
 
 _TIME_FIRST = ViewLayout(1, 0, 3)
 
 
-@handles("lstm", "gru", "rnn_tanh", "rnn_relu")
+@handles
 def _recurrent(func: Any, input: Any, hx: Any, params: Any, has_biases: bool, *settings: Any) -> Any:
     """Every row by itself, in both directions; an empty row keeps its first state."""
     name = func.__name__
@@ -74,7 +73,7 @@ def _run_row_by_row(
     return (input._with(torch.cat(outs)), *(torch.cat(parts, 1) for parts in zip(*ended, strict=True)))
 
 
-@takes_views("lstm", "gru", "rnn_tanh", "rnn_relu")
+@handles
 def _recurrent_time_first(func: Any, input: Any, *rest: Any) -> Any:
     """Of (T*, B, F), by a layer without batch_first."""
     batch_first = rest[-1]
@@ -115,7 +114,7 @@ def _ask_autocast(
 # -- what torch calls packing
 
 
-@handles("_pack_padded_sequence", called="pack_padded_sequence")
+@handles
 def _pack(func: Any, input: Any, lengths: Any, batch_first: bool) -> tuple[Tensor, Tensor]:
     """The values in time order, and how many rows reach each step; rows are sorted by now."""
     if not batch_first or not is_packed(input):
@@ -133,7 +132,7 @@ def _pack(func: Any, input: Any, lengths: Any, batch_first: bool) -> tuple[Tenso
     return segments.permute(input.values, order.forth, order.back), order.batch_sizes.clone()
 
 
-@takes_views("_pack_padded_sequence")
+@handles
 def _pack_time_first(func: Any, input: Any, lengths: Any, batch_first: bool) -> tuple[Tensor, Tensor]:
     """Of (T*, B, *F)."""
     if not isinstance(input, PackedView) or batch_first or layout_of(input)[:2] != (1, 0):

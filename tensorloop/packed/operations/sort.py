@@ -32,7 +32,7 @@ def _as_columns(x: Tensor, like: Tensor) -> Tensor:
     return x.view(-1, *[1] * (like.dim() - 1))
 
 
-@handles("sort", "argsort")
+@handles
 def _sort(func: Any, input: Any, dim: Any = -1, descending: bool = False, *, stable: Any = None) -> Any:
     """Along the ragged dim each row by itself; indices are positions in the row. The order is always stable."""
     name = func.__name__
@@ -51,7 +51,7 @@ def _sort(func: Any, input: Any, dim: Any = -1, descending: bool = False, *, sta
     return torch.return_types.sort((input._with(input.values.gather(0, order)), places))  # pyright: ignore
 
 
-@handles("msort")
+@handles
 def _msort(func: Any, input: Any) -> Any:
     """Refused: it sorts along the batch dim."""
     raise refusal("it sorts along dim 0, the batch dim", _ROWS_STAY)
@@ -87,7 +87,7 @@ class _Ranks:
         return self.values(self.entries((self.counts - 1).unsqueeze(0)))[0].isnan()
 
 
-@handles("topk")
+@handles
 def _topk(func: Any, input: Any, k: Any, dim: Any = -1, largest: bool = True, sorted: bool = True) -> Any:
     """Over the ragged dim ordinary tensors (B, k, *F): every row must have k entries."""
     d = find_dim(input, dim)
@@ -112,7 +112,7 @@ def _check_ranks(p: Packed, d: int, k: int, least: int, instead: str) -> None:
         raise WrongValue(f"{which}, k is {k}; {instead}")
 
 
-@handles("kthvalue")
+@handles
 def _kthvalue(func: Any, input: Any, k: Any, dim: Any = -1, keepdim: bool = False) -> Any:
     """The k-th smallest, counted from 1; every row must have k entries."""
     d = find_dim(input, dim)
@@ -130,7 +130,7 @@ def _pick(name: str, ranks: _Ranks, rank: Tensor, d: int, keepdim: bool) -> Any:
     return getattr(torch.return_types, name)(tuple(pair))
 
 
-@handles("median", "nanmedian")
+@handles
 def _median(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """The lower of two middle entries, as torch's; of an empty row there is none."""
     name = func.__name__
@@ -156,7 +156,7 @@ def _count_numbers(ranks: _Ranks) -> Tensor:
     return segments.sum(ranks.s.values.isnan().logical_not().to(torch.int64), ranks.s.offsets)
 
 
-@handles("quantile", "nanquantile")
+@handles
 def _quantile(
     func: Any, input: Any, q: Any, dim: Any = None, keepdim: bool = False, *, interpolation: str = "linear"
 ) -> Any:

@@ -12,13 +12,13 @@ from torch import Tensor
 from tensorloop._common.errors import WrongValue
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.scores.by_rows import batch_of, check_same, cut, join, ragged_of
-from tensorloop.packed.scores.scores import PackedScores, takes_scores
-from tensorloop.packed.table.base import Handler, Packed, PackedView, refusal
+from tensorloop.packed.scores.scores import PackedScores
+from tensorloop.packed.table.base import Packed, PackedView, refusal
 from tensorloop.packed.table.dispatch import dispatch, handles
 from tensorloop.packed.table.layout import layout_of, see, unwrap
 
 
-@takes_scores("matmul", "__matmul__", "__rmatmul__")
+@handles
 def matmul(func: Any, input: Any, other: Any) -> Any:
     """Of the last two dims: queries with keys give scores, scores with values what the queries see."""
     x, y = (other, input) if func.__name__ == "__rmatmul__" else (input, other)
@@ -90,8 +90,7 @@ def _of_features(x: Any, y: Any) -> Any:
     return see(dispatch(torch.matmul, tuple(turned), {}), layout.batch, layout.time)
 
 
-@handles("bmm")
-@takes_scores("bmm")
+@handles
 def bmm(func: Any, input: Any, mat2: Any) -> Any:
     """Of three dims each, the batch first."""
     for x in (input, mat2):
@@ -106,8 +105,7 @@ def dispatch_matmul(x: Any, y: Any) -> Any:
     return dispatch(torch.matmul, (x, y), {}) if plain else matmul(torch.matmul, x, y)
 
 
-@handles("baddbmm")
-@takes_scores("baddbmm")
+@handles
 def baddbmm(func: Any, input: Any, batch1: Any, batch2: Any, *, beta: float = 1, alpha: float = 1) -> Any:
     """beta * input + alpha * (batch1 @ batch2); with beta = 0 the input is not looked at."""
     product = bmm(torch.bmm, batch1, batch2)
@@ -118,8 +116,7 @@ def baddbmm(func: Any, input: Any, batch1: Any, batch2: Any, *, beta: float = 1,
 # -- einsum
 
 
-@handles("einsum")
-@takes_scores("einsum")
+@handles
 def einsum(func: Any, equation: Any, *operands: Any) -> Any:
     """Products and sums by letters; a letter that is a ragged dim of one operand is one of all."""
     given = list(operands[0]) if len(operands) == 1 and isinstance(operands[0], (list, tuple)) else list(operands)
@@ -187,9 +184,3 @@ def _einsum_by_rows(inputs: list[str], output: str, given: list[Any], batch: str
     found = [torch.einsum(of_rows, *parts) for parts in zip(*rows, strict=True)]
     places = {output.index(c) - len(output): dim for c, dim in ragged.items() if c in output}
     return join(found, output.index(batch) - len(output), count, places, like)
-
-
-TABLE: dict[str, Handler] = {
-    **dict.fromkeys(("matmul", "__matmul__", "__rmatmul__"), matmul),
-    **{"bmm": bmm, "baddbmm": baddbmm, "einsum": einsum},
-}

@@ -10,17 +10,27 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.packed.rows.dim import Dim, describe_difference
 from tensorloop.packed.rows.size import NoNumber, RaggedSize
 from tensorloop.packed.scores.by_rows import batch_of, check_same, cut, join, open_only_rows, ragged_of
-from tensorloop.packed.scores.scores import PackedScores, takes_scores
+from tensorloop.packed.scores.scores import INSTEAD, PackedScores, is_by_entry
 from tensorloop.packed.table.base import Packed, PackedView, not_in_place, refusal
-from tensorloop.packed.table.dispatch import dispatch, find_dim_parameter
+from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
 from tensorloop.packed.table.heads_as_rows import divide, is_size_of, multiply, part_heads
 from tensorloop.packed.table.layout import see, unwrap
+from tensorloop.packed.table.operations import SCORES, named
 from tensorloop.packed.table.pointwise import refuse_array
 
 # -- entry by entry
 
 
-@takes_scores("")
+@runs(SCORES)
+def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name in HANDLED[SCORES]:
+        return HANDLED[SCORES][name](func, *args, **kwargs)
+    if is_by_entry(name):
+        return run_pointwise(func, args, kwargs)
+    refused = lacks(name, SCORES) or refusal("it does not take packed scores", INSTEAD)
+    raise refused if not name.startswith("__i") else not_in_place(name)
+
+
 def run_pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """On flat values, with what stands beside them cut to rows. Ragged dims -2 and -1 of two operands give scores."""
     args, kwargs = open_only_rows(args, kwargs)
@@ -98,7 +108,7 @@ def expand_to_scores(x: Any, sizes: tuple[Any, ...]) -> PackedScores:
     return made.alike(_flatten(x, made))
 
 
-@takes_scores("to", "type_as")
+@handles
 def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """In another dtype; a device must be the one where they are."""
     given = [x.flat if isinstance(x, PackedScores) else unwrap(x).values if _is_packed(x) else x for x in args]
@@ -113,7 +123,7 @@ def _is_packed(x: Any) -> bool:
     return isinstance(x, (Packed, PackedView))
 
 
-@takes_scores("allclose", "equal")
+@handles
 def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool:
     """Whether two scores are of the same places, and their values are equal or close."""
     if not (isinstance(input, PackedScores) and isinstance(other, PackedScores)):
@@ -122,9 +132,7 @@ def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool
     return same and func(input.flat, other.flat, *args, **kwargs)
 
 
-@takes_scores(
-    "is_floating_point", "is_complex", "numel", "new_zeros", "new_ones", "new_empty", "new_full", "new_tensor"
-)
+@handles
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch says of the values."""
     return func(input.flat, *args, **kwargs)
@@ -132,14 +140,10 @@ def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 
 # -- along dims
 
-_IN_ROWS = frozenset({"softmax", "log_softmax"})  # torch's own over the last dim of a row is faster than over segments
+_IN_ROWS = named("row by row")
 
 
-@takes_scores(
-    *("softmax", "log_softmax", "softmin", "cumsum", "sum", "nansum", "mean", "amax", "amin", "max", "min", "argmax"),
-    *("argmin", "logsumexp", "std", "var", "any", "all", "norm", "count_nonzero", "sort", "argsort", "topk", "median"),
-    *("normalize", "kthvalue", "quantile", "nanmedian", "nanquantile"),
-)
+@handles
 def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Over keys in the segments of each query, over queries as that of keys, over heads row by row."""
     if func.__name__ in ("max", "min") and any(
@@ -234,7 +238,7 @@ def _find_dim(sizes: list[int], x: PackedScores, place: int) -> Dim:
     return found or x.rows._derive(lambda _: torch.tensor(lens, dtype=torch.int64, device="cpu"))
 
 
-@takes_scores("transpose", "swapaxes", "swapdims")
+@handles
 def _transpose(func: Any, input: Any, dim0: int, dim1: int) -> Any:
     """Two dims of heads exchanged, or queries and keys."""
     a, b = input.find(dim0), input.find(dim1)
@@ -243,7 +247,7 @@ def _transpose(func: Any, input: Any, dim0: int, dim1: int) -> Any:
     return _permute(func, input, dims)
 
 
-@takes_scores("permute")
+@handles
 def _permute(func: Any, input: Any, *dims: Any) -> Any:
     """Heads in another order, queries and keys exchanged or not."""
     given = dims[0] if len(dims) == 1 and not isinstance(dims[0], int) else dims
@@ -258,7 +262,7 @@ def _permute(func: Any, input: Any, *dims: Any) -> Any:
     return per_row(input, lambda row: row.permute(order[1:]))
 
 
-@takes_scores("movedim", "moveaxis")
+@handles
 def _move(func: Any, input: Any, source: Any, destination: Any) -> Any:
     """Dims moved to other places; the rest keep their order."""
     pairs = ((x,) if isinstance(x, int) else x for x in (source, destination))
@@ -267,13 +271,13 @@ def _move(func: Any, input: Any, source: Any, destination: Any) -> Any:
     return _permute(func, input, [moved[d] if d in moved else next(rest) for d in range(-input.ndim, 0)])
 
 
-@takes_scores("view_as", "reshape_as")
+@handles
 def _view_as(func: Any, input: Any, other: Any) -> Any:
     """With the sizes of other scores."""
     return _reshape(func, input, *other.shape)
 
 
-@takes_scores("view", "reshape")
+@handles
 def _reshape(func: Any, input: Any, *shape: Any, **kwargs: Any) -> Any:
     """Heads regrouped, joined with the batch or parted from it; nothing is copied."""
     given = kwargs.get("shape", shape[0] if len(shape) == 1 and isinstance(shape[0], (tuple, list)) else shape)
@@ -307,7 +311,7 @@ def _count_rows(dim: Dim, n: int) -> Dim:
     return divide(dim, rows // n)
 
 
-@takes_scores("flatten")
+@handles
 def _flatten_dims(func: Any, input: Any, start_dim: int = 0, end_dim: int = -1) -> Any:
     """Heads as one, or joined with the batch."""
     a, b = (input.find(d) + input.ndim for d in (start_dim, end_dim))
@@ -317,14 +321,14 @@ def _flatten_dims(func: Any, input: Any, start_dim: int = 0, end_dim: int = -1) 
     return _reshape(func, input, *shape[:a], prod(shape[a : b + 1]), *shape[b + 1 :])
 
 
-@takes_scores("unflatten")
+@handles
 def _unflatten(func: Any, input: Any, dim: int, sizes: Any) -> Any:
     """One dim of heads as several, or the heads parted from the batch."""
     d, shape = input.find(dim) + input.ndim, input.shape
     return _reshape(func, input, *shape[:d], *sizes, *shape[d + 1 :])
 
 
-@takes_scores("unsqueeze")
+@handles
 def _unsqueeze(func: Any, input: Any, dim: int) -> Any:
     """A new dim of size 1 among those of heads."""
     d = dim % (input.ndim + 1)
@@ -334,7 +338,7 @@ def _unsqueeze(func: Any, input: Any, dim: int) -> Any:
     return _reshape(func, input, *shape[:d], 1, *shape[d:])
 
 
-@takes_scores("squeeze")
+@handles
 def _squeeze(func: Any, input: Any, dim: int) -> Any:
     """Without a dim of heads of size 1."""
     d, shape = input.find(dim) + input.ndim, input.shape
@@ -343,7 +347,7 @@ def _squeeze(func: Any, input: Any, dim: int) -> Any:
     return _reshape(func, input, *shape[:d], *shape[d + 1 :]) if shape[d] == 1 else input
 
 
-@takes_scores("expand")
+@handles
 def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     """Heads repeated."""
     given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
@@ -360,7 +364,7 @@ def _last_sizes(sizes: Any, x: PackedScores) -> Any:
     return zip(sizes[-2:], (x.rows, x.columns), strict=True)
 
 
-@takes_scores("expand_as")
+@handles
 def _expand_as(func: Any, input: Any, other: Any) -> Any:
     """To the shape of other scores."""
     if not isinstance(other, (Packed, PackedView)):
@@ -368,10 +372,10 @@ def _expand_as(func: Any, input: Any, other: Any) -> Any:
     return _expand(func, input, *other.shape)
 
 
-_OF_ALL = frozenset({"flip", "roll"})  # which are right along queries and keys too
+_OF_ALL = named("all dims")
 
 
-@takes_scores("flip", "roll", "unbind", "select", "chunk", "split", "repeat_interleave", "narrow", "index_select")
+@handles
 def _of_heads(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Along dims of heads, or of all but the batch."""
     if func.__name__ == "flip" and len(args) > 1:
@@ -386,7 +390,7 @@ def _of_heads(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     return collect([call(func, row, dims if several else dims[0]) for row in rows_of(input)], input)
 
 
-@takes_scores("repeat", "tile")
+@handles
 def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
     """Heads repeated."""
     given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
@@ -395,7 +399,7 @@ def _repeat(func: Any, input: Any, *sizes: Any) -> Any:
     return per_row(input, lambda row: row.repeat(given[1:]))
 
 
-@takes_scores("pad")
+@handles
 def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = None) -> Any:
     """Each row, of which queries and keys become more or fewer."""
     if len(pad) > 2 * input.ndim - 2:
@@ -403,7 +407,7 @@ def _pad(func: Any, input: Any, pad: Any, mode: str = "constant", value: Any = N
     return per_row(input, lambda row: func(row, pad, mode, value))
 
 
-@takes_scores("__getitem__")
+@handles
 def _index(func: Any, input: Any, key: Any) -> Any:
     """x[b], a row; x[:, h], x[:, None] and other keys of heads; numbers and slices of queries and keys."""
     if not isinstance(input, PackedScores):
@@ -435,13 +439,13 @@ def _key_of_row(k: Any, b: int, x: PackedScores) -> Any:
     return slice(*map(number, (k.start, k.stop, k.step))) if isinstance(k, slice) else k
 
 
-@takes_scores("stack")
+@handles
 def _stack(func: Any, tensors: Any, dim: int = 0) -> Any:
     """Along a new dim of heads."""
     return _cat(torch.cat, [_unsqueeze(func, x, dim) for x in tensors], dim)
 
 
-@takes_scores("cat", "concat", "concatenate")
+@handles
 def _cat(func: Any, tensors: Any, dim: int = 0) -> Any:
     """Along heads, queries or keys; ordinary tensors among them are cut to rows."""
     first = next(x for x in tensors if isinstance(x, PackedScores))

@@ -7,13 +7,13 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongIndex
 from tensorloop.packed.scores.score_ops import collect, per_row, rows_of
-from tensorloop.packed.scores.scores import takes_scores
 from tensorloop.packed.table.aliases import changed, put
 from tensorloop.packed.table.assign import assign
 from tensorloop.packed.table.base import refusal
+from tensorloop.packed.table.dispatch import handles
 
 
-@takes_scores("__setitem__")
+@handles
 def _write(func: Any, input: Any, key: Any, value: Any) -> None:
     """x[key] = value, in place. Two lists are pairs of queries and keys, of which a row takes those that it has."""
     pairs = [torch.as_tensor(k, device=input.device) for k in key[-2:] if _is_list(k)] if type(key) is tuple else []
@@ -36,14 +36,14 @@ def _is_list(k: Any) -> bool:
     return isinstance(k, (list, range)) or (isinstance(k, Tensor) and k.dim() == 1)
 
 
-@takes_scores("tril", "triu", "tril_", "triu_")
+@handles
 def _keep_triangle(func: Any, input: Any, diagonal: int = 0) -> Any:
     """The triangle of queries and keys of each row."""
     out = per_row(input, lambda row: getattr(torch, func.__name__.rstrip("_"))(row, diagonal))
     return input.copy_(out) if func.__name__.endswith("_") else out
 
 
-@takes_scores("diagonal")
+@handles
 def _diagonal(func: Any, input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
     """Of queries and keys, as the last dim, as long as each row has it."""
     dims = input.find(dim1), input.find(dim2)

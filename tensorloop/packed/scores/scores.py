@@ -11,28 +11,19 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tensorloop._common.errors import Fact, WrongIndex, WrongType, named
+from tensorloop._common.errors import WrongIndex, WrongType, named
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.size import RaggedSize
-from tensorloop.packed.table.aliases import changed, follow, mark, watch
-from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.table.base import Handler, Packed, PackedView, add_operators, gives_view, not_in_place, refusal
-from tensorloop.packed.table.entries import is_in_place
+from tensorloop.packed.table.aliases import mark
+from tensorloop.packed.table.base import Packed, PackedView, add_operators
+from tensorloop.packed.table.dispatch import HANDLED, dispatch
 from tensorloop.packed.table.heads_as_rows import multiply
-from tensorloop.packed.table.made_by_size import LISTS, RaggedTable, for_rows
+from tensorloop.packed.table.operations import SCORES
 from tensorloop.packed.table.pointwise import is_pointwise
 from tensorloop.packed.table.refusals import no_attribute
 
-_INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
-_TABLE: dict[str, Handler] = {}
-# Which give views of a tensor, and copies of scores.
-_VIEWS = frozenset(
-    {
-        *("__getitem__", "transpose", "swapaxes", "swapdims", "permute", "movedim", "moveaxis", "select", "narrow"),
-        *("unbind", "chunk", "split", "expand", "expand_as", "diagonal"),
-    }
-)
-_POINTWISE: dict[str, Handler] = {}
+_ALL_ALIKE = frozenset({"fill_", "zero_", "copy_"})
+INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 
 
 class PackedScores(PackedView):
@@ -40,6 +31,7 @@ class PackedScores(PackedView):
 
     __slots__ = ("_like", "columns", "flat", "lead", "rows")
 
+    form = SCORES
     is_nested = False
     __array_ufunc__ = None
 
@@ -94,7 +86,7 @@ class PackedScores(PackedView):
     @property
     def mT(self) -> Any:
         """The scores of keys and queries."""
-        return _dispatch(Tensor.transpose, (self, -1, -2), {})
+        return dispatch(Tensor.transpose, (self, -1, -2), {})
 
     def dim(self) -> int:
         """The number of dims."""
@@ -116,7 +108,7 @@ class PackedScores(PackedView):
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
         """The rows, as a tuple of tensors (*lead, T_b, S_b), views; or the slices of another dim of `lead`."""
         if self.find(dim) != -self.ndim:
-            return _dispatch(Tensor.unbind, (self, dim), {})
+            return dispatch(Tensor.unbind, (self, dim), {})
         sizes = self.sizes
         parts = self.flat.split([prod(size) for size in sizes])
         return mark(tuple(part.view(size) for part, size in zip(parts, sizes, strict=True)) if sizes else ())
@@ -153,11 +145,11 @@ class PackedScores(PackedView):
 
     def __getitem__(self, key: Any) -> Any:
         """x[b], x[:, h], x[:, None]."""
-        return _dispatch(Tensor.__getitem__, (self, key), {})
+        return dispatch(Tensor.__getitem__, (self, key), {})
 
     def __setitem__(self, key: Any, value: Any) -> None:
         """x[key] = value: changes in place the scores that x[key] has."""
-        _dispatch(Tensor.__setitem__, (self, key, value), {})
+        dispatch(Tensor.__setitem__, (self, key, value), {})
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as flat values, with the rows that they are of."""
@@ -180,60 +172,26 @@ class PackedScores(PackedView):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch function that is given scores."""
-        return _dispatch(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         """Methods of a tensor that are taken here."""
         func = getattr(Tensor, name, None)
-        if (name in _TABLE or _is_by_entry(name)) and callable(func) and not name.startswith("__"):
-            return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
+        if (name in HANDLED[SCORES] or is_by_entry(name)) and callable(func) and not name.startswith("__"):
+            return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
         if name in PackedScores.__slots__:  # a copy that is not filled yet
             raise AttributeError(name)
         if callable(func) and not name.startswith("__"):
-            raise AttributeError(f"{name} is not known for packed scores; {_INSTEAD}")
+            raise AttributeError(f"{name} is not known for packed scores; {INSTEAD}")
         raise no_attribute(name, method=False)
 
 
-def takes_scores(*names: str) -> Any:
-    """Puts a function into the table of scores; one that is called "" is for all that work entry by entry."""
-
-    def add(handler: Handler) -> Handler:
-        (_POINTWISE if names == ("",) else _TABLE).update(dict.fromkeys(names, handler))
-        return handler
-
-    return add
+def is_by_entry(name: str) -> bool:
+    """Whether the torch function of this name runs on the flat values."""
+    return is_pointwise(name) or name in _ALL_ALIKE
 
 
-def _is_by_entry(name: str) -> bool:
-    return is_pointwise(name) or name in ("fill_", "zero_", "copy_")
-
-
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
-        args, kwargs = for_rows(args, kwargs)
-    name = getattr(func, "__name__", str(func))
-    called = name[2:-2] if name.startswith("__") else name
-    try:
-        if not is_recording():
-            refuse_lost_gradient((*args, *kwargs.values()))
-        if name in _TABLE:
-            out = _TABLE[name](func, *args, **kwargs)
-            if name in _VIEWS and isinstance(args[0], PackedScores) and gives_view(args[1:]):
-                follow(out, args[0], lambda x: _TABLE[name](func, x, *args[1:], **kwargs), *args[1:2])
-            return out
-        if _is_by_entry(name):
-            watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
-            out = _POINTWISE[""](func, args, kwargs)
-            if watched is not None:
-                changed(*watched)
-            return out
-        refused = refusal("it does not take packed scores", _INSTEAD)
-        raise refused if not name.startswith("__i") else not_in_place(name)
-    except Fact as fact:
-        raise fact.named(called) from fact.__cause__
-
-
-add_operators(PackedScores, _dispatch)
+add_operators(PackedScores, dispatch)
 torch.serialization.add_safe_globals([PackedScores, (PackedScores, "tensorloop.packed.scores.PackedScores")])
 
 _pytree.register_pytree_node(

@@ -14,9 +14,11 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed.static import static_layers, static_reduce
-from tensorloop.packed.static.static_ops import STATIC, check_rows, dispatch, facts, refuse
+from tensorloop.packed.static.static_ops import check_rows, dispatch, facts, refuse
 from tensorloop.packed.static.static_rows import StaticRows, attend
 from tensorloop.packed.table.base import StaticPacked, add_operators
+from tensorloop.packed.table.dispatch import HANDLED
+from tensorloop.packed.table.operations import STATIC
 from tensorloop.packed.table.types import TensorTypes
 from tensorloop.packed.tensor import PackedTensor
 
@@ -332,7 +334,7 @@ class StaticPackedTensor(StaticPacked, _Base):
         if name.startswith("__") or name in ("values", "_rows"):
             raise AttributeError(name)
         func = getattr(Tensor, name, None)
-        if callable(func) and (name in STATIC or facts(func)[2]):
+        if callable(func) and (name in HANDLED[STATIC] or facts(func)[2]):
             return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
         raise AttributeError(f"{name}: {refuse(name)}")
 

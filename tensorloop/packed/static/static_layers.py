@@ -12,16 +12,16 @@ from tensorloop.packed.static.static_ops import (
     check_partner,
     check_rows,
     feature_dim,
-    handles,
     is_static,
     rewrap,
     to_values,
 )
 from tensorloop.packed.static.static_reduce import sum_or_mean
 from tensorloop.packed.table.base import refusal
+from tensorloop.packed.table.dispatch import handles
 
 
-@handles("linear")
+@handles
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     check_first(input, weight, bias)
     if input.ndim < 3:
@@ -29,7 +29,7 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
     return input._with(func(input.values, weight, bias))
 
 
-@handles("matmul", "__matmul__")
+@handles
 def _matmul(func: Any, input: Any, other: Any) -> Any:
     check_first(input, other)
     if input.ndim < 3 or not isinstance(other, Tensor) or other.dim() > 2:
@@ -37,7 +37,7 @@ def _matmul(func: Any, input: Any, other: Any) -> Any:
     return input._with(torch.matmul(input.values, other))
 
 
-@handles("embedding")
+@handles
 def _embedding(
     func: Any,
     input: Any,
@@ -54,7 +54,7 @@ def _embedding(
     return input._with(func(input.values, weight, padding_idx=padding_idx, sparse=sparse))
 
 
-@handles("layer_norm", "rms_norm")
+@handles
 def _norm(func: Any, input: Any, normalized_shape: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
     check_first(input, weight, *args, *kwargs.values())
     features = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
@@ -66,27 +66,27 @@ def _norm(func: Any, input: Any, normalized_shape: Any, weight: Any = None, *arg
 # -- shapes of features
 
 
-@handles("unflatten")
+@handles
 def _unflatten(func: Any, input: Any, dim: Any, sizes: Any) -> Any:
     return input._with(input.values.unflatten(feature_dim(input, dim), sizes))
 
 
-@handles("flatten")
+@handles
 def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
     return input._with(input.values.flatten(feature_dim(input, start_dim), feature_dim(input, end_dim)))
 
 
-@handles("transpose")
+@handles
 def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
     return input._with(input.values.transpose(feature_dim(input, dim0), feature_dim(input, dim1)))
 
 
-@handles("squeeze")
+@handles
 def _squeeze(func: Any, input: Any, dim: Any) -> Any:
     return input._with(input.values.squeeze(feature_dim(input, dim)))
 
 
-@handles("unsqueeze")
+@handles
 def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
     n = arguments.as_int(dim, "dim")
     n = n + input.ndim + 1 if n < 0 else n
@@ -95,7 +95,7 @@ def _unsqueeze(func: Any, input: Any, dim: Any) -> Any:
     return input._with(input.values.unsqueeze(n - 1))
 
 
-@handles("chunk", "split", "unbind")
+@handles
 def _chunk(func: Any, input: Any, *args: Any, dim: Any = 0, **kwargs: Any) -> Any:
     """Along a feature dim."""
     given = 0 if func.__name__ == "unbind" else 1
@@ -103,7 +103,7 @@ def _chunk(func: Any, input: Any, *args: Any, dim: Any = 0, **kwargs: Any) -> An
     return rewrap(input, func(input.values, *args[:given], dim=feature_dim(input, dim), **kwargs))
 
 
-@handles("cat", "concat", "stack")
+@handles
 def _cat(func: Any, tensors: Any, dim: Any = 0) -> Any:
     """Along a feature dim."""
     base = next(x for x in tensors if is_static(x))
@@ -120,7 +120,7 @@ def _cat(func: Any, tensors: Any, dim: Any = 0) -> Any:
     return base._with(func([x.values for x in tensors], n - 1))
 
 
-@handles("to", "type_as")
+@handles
 def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """In another dtype; a device is where lens are."""
     values = func(input.values, *(x.values if is_static(x) else x for x in args), **kwargs)
@@ -132,10 +132,7 @@ def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 # -- losses
 
 
-@handles(
-    *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy"),
-    *("binary_cross_entropy_with_logits", "kl_div", "poisson_nll_loss"),
-)
+@handles
 def _loss(func: Any, input: Any, target: Any, *, reduction: str = "mean", **kwargs: Any) -> Any:
     """A loss of pairs of entries: the mean is over the entries there are."""
     _refuse_old(kwargs)
@@ -145,7 +142,7 @@ def _loss(func: Any, input: Any, target: Any, *, reduction: str = "mean", **kwar
     return _finish(input._with(func(input.values, target.values, reduction="none", **kwargs)), reduction)
 
 
-@handles("cross_entropy", "nll_loss")
+@handles
 def _classes(func: Any, input: Any, target: Any, weight: Any = None, *, reduction: str = "mean", **kwargs: Any) -> Any:
     """Of classes in dim 2 of (B, T*, V, *F) and targets (B, T*, *F), or (B, T*, V, *F) probabilities."""
     _refuse_old(kwargs)

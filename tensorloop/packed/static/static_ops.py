@@ -1,6 +1,6 @@
 """What torch functions do with packed tensors of static shape: a table of its own, and what is pointwise.
 
-`static_layers.py` and `static_reduce.py` fill the table.
+Handlers are in `static_layers.py` and `static_reduce.py`.
 
 Free entries are 0 before and after each operation, and no gradient leaves them: `p._with` sees to that. So an operation
 has to care only about its other arguments: the gradient of a weight is a sum over all entries, and 0 * inf is NaN.
@@ -15,23 +15,14 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import Fact, WrongIndex, WrongType, WrongValue
 from tensorloop._torch.dynamo import constant_in_graphs
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.table.base import Handler, StaticPacked, is_packed, refusal
-from tensorloop.packed.table.dispatch import HANDLERS
+from tensorloop.packed.table.base import StaticPacked, is_packed, refusal
+from tensorloop.packed.table.dispatch import HANDLED, HANDLERS, lacks
+from tensorloop.packed.table.operations import STATIC
 from tensorloop.packed.table.pointwise import is_pointwise, refuse_array
 
-STATIC: dict[str, Handler] = {}
 _DIVIDING = ("div", "mod", "remainder")  # in the names of functions that fail where an integer 0 divides
 _WHOLE = "use p.pack(f(p.pad())), at the cost of padding, or p.trim() outside of graphs"
-_NO_SHAPE = "the shape of its result depends on the lens"
-_MASK = "use torch.where and a mask, or p.pad()"
-_REASONS: dict[str, tuple[str, str]] = {
-    **dict.fromkeys(("nonzero", "masked_select", "unique", "unbind", "tolist", "__iter__"), (_NO_SHAPE, "p.trim()")),
-    **dict.fromkeys(("std", "var", "norm"), ("it is not there", "write it with p.mean(1) and p.square()")),
-    **dict.fromkeys(("max", "min"), ("its indices are not there", "use amax and amin, or of two tensors maximum")),
-    "__getitem__": (_NO_SHAPE, "use p.pad()[b], a mask in torch.where, or p.trim() outside of graphs"),
-    "__setitem__": ("entries are not written by index", _MASK),
-    "scaled_dot_product_attention": ("its layout has no ragged dim", "use q.attend(k, v)"),
-}
+_RUNS = HANDLED[STATIC]
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
@@ -46,8 +37,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):
             if alias in kwargs:
                 kwargs = {known if k == alias else k: x for k, x in kwargs.items()}
-        if name in STATIC:
-            return STATIC[name](func, *args, **kwargs)
+        if name in _RUNS:
+            return _RUNS[name](func, *args, **kwargs)
         if not by_entry or kwargs.get("out") is not None or (name == "where" and len(given) == 1):
             raise refuse(name)
         if name.endswith("_") and not name.endswith("__"):
@@ -67,17 +58,7 @@ def facts(func: Any) -> tuple[str, str, bool]:
 
 def refuse(name: str) -> WrongType:
     """What is said of an operation that has no static form."""
-    return refusal(*_REASONS.get(name, ("it is not there for packed tensors of static shape", _WHOLE)))
-
-
-def handles(*names: str) -> Any:
-    """Puts a function into the table."""
-
-    def add(handler: Handler) -> Handler:
-        STATIC.update(dict.fromkeys(names, handler))
-        return handler
-
-    return add
+    return lacks(name, STATIC) or refusal("it is not there for packed tensors of static shape", _WHOLE)
 
 
 def _pointwise(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], name: str) -> Any:

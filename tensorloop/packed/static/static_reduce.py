@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongType
-from tensorloop.packed.static.static_ops import feature_dim, find_dims, handles, is_static
+from tensorloop.packed.static.static_ops import feature_dim, find_dims, is_static
 from tensorloop.packed.table.base import refusal
+from tensorloop.packed.table.dispatch import handles
 
 
 def _reduce(func: Any, p: Any, dim: Any, keepdim: bool, over_rows: Any) -> Any:
@@ -32,7 +33,7 @@ def _keep_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
     return out
 
 
-@handles("sum", "mean")
+@handles
 def sum_or_mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, dtype: Any = None) -> Any:
     """By the name of `func`; of an empty row 0, or NaN."""
     p = input if dtype is None else input._with(input.values.to(dtype))
@@ -64,7 +65,7 @@ def _count(p: Any, dims: tuple[int, ...]) -> int:
     return n
 
 
-@handles("amax", "amin")
+@handles
 def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
     """Of an empty row `initial`; without it -inf, or the least number of an integer dtype (for amin the other end)."""
     name, values = func.__name__, input.values
@@ -88,7 +89,7 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
     return torch.clamp(out, min=initial) if name == "amax" else torch.clamp(out, max=initial)
 
 
-@handles("any", "all")
+@handles
 def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     """Of an empty row False, and all of it True."""
     found = input.values != 0 if func.__name__ == "any" else input.values == 0
@@ -96,7 +97,7 @@ def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
     return count > 0 if func.__name__ == "any" else count == 0
 
 
-@handles("argmax", "argmin", "glu")
+@handles
 def _along_features(func: Any, input: Any, dim: Any = None, *args: Any, **kwargs: Any) -> Any:
     """Along a feature dim, glu along the last one where none is given."""
     if dim is None and func.__name__ != "glu":
@@ -117,7 +118,7 @@ def _log_total(rows: Any, shifted: Tensor) -> Tensor:
     return torch.where(none, -torch.inf, torch.where(none, 1, total).log())
 
 
-@handles("logsumexp")
+@handles
 def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
     """Of an empty row -inf."""
     rows = input._rows
@@ -129,7 +130,7 @@ def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
     return _reduce(torch.logsumexp, input, dim, keepdim, over_rows)
 
 
-@handles("softmax", "log_softmax")
+@handles
 def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype: Any = None) -> Any:
     p = input if dtype is None else input._with(input.values.to(dtype))
     if dim is None:
@@ -145,7 +146,7 @@ def _softmax(func: Any, input: Any, dim: Any = None, _stacklevel: int = 3, dtype
     return p._with(weights / rows.spread(rows.sum(weights), 1))
 
 
-@handles("cumsum")
+@handles
 def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     """Along the ragged dim by way of (B, max_len, *F): sums over all rows at once would lose digits."""
     if find_dims(input, dim) == (1,):
@@ -153,7 +154,7 @@ def _cumsum(func: Any, input: Any, dim: Any, *, dtype: Any = None) -> Any:
     return input._with(torch.cumsum(input.values, feature_dim(input, dim), dtype=dtype))
 
 
-@handles("flip")
+@handles
 def _flip(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """Along the ragged dim each row from its end to its start."""
     (given,) = (kwargs.get("dims", dims),)

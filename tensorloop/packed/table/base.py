@@ -93,6 +93,7 @@ class PackedView:
 
     __slots__ = ("packed",)
 
+    form: str  # of `operations`
     batch: int  # the dim of the view that is the batch
     time: int  # and that which is the ragged dim
     shape: Any

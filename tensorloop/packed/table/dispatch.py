@@ -1,84 +1,134 @@
-"""The dispatch: what a torch function given a packed tensor comes to.
+"""The dispatch: what a torch function given packed tensors, views of them or scores comes to.
 
-It is looked up by name in the table that the modules beside this one fill (`HANDLERS`), or it is pointwise, which torch
-says itself: its operators carry a tag. All others are refused. The table is filled when `tensor.py` imports those
-modules.
+It is looked up by name among the handlers of the form that its arguments have; what the table of operations says of its
+kind is the way of all others. What neither has is refused. Handlers enter when `tensor.py` imports their files.
 """
 
 import functools
 import inspect
+from collections.abc import Callable
 from typing import Any
 
-from tensorloop._common.errors import Fact
-from tensorloop.packed.table.aliases import changed, follow, watch
+from tensorloop._common.errors import Fact, WrongType
+from tensorloop.packed.table import operations
+from tensorloop.packed.table.aliases import changed, follow, is_in_place, watch
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
-from tensorloop.packed.table.base import Handler, PackedView, is_of_rows, is_packed, not_in_place, refusal
-from tensorloop.packed.table.entries import is_in_place
+from tensorloop.packed.table.base import Handler, PackedView, gives_view, is_of_rows, is_packed, not_in_place, refusal
 from tensorloop.packed.table.made_by_size import LISTS, MADE, RaggedTable, for_rows
+from tensorloop.packed.table.operations import ROWS, SCORES, VIEWS
 from tensorloop.packed.table.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.table.refusals import unsupported
 
-HANDLERS: dict[str, Handler] = {}
-# Which give views of a tensor, and may be copies of packed entries.
-VIEWS = frozenset(
-    {"narrow", "split", "split_with_sizes", "chunk", "tensor_split", "select", "unfold", "view", "view_as", "unflatten"}
-)
-_CALLED: dict[str, str] = {}  # what errors call a torch function, where that is not its own name
+# How a form runs a function: (name, the function, its arguments).
+Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
+HANDLED: dict[str, dict[str, Handler]] = {form: {} for form in operations.FORMS}
+HANDLERS = HANDLED[ROWS]
+_RUNS: dict[str, Run] = {}
+_VIEWS = operations.named("view")
+_CALLED = {name: row.called for name, row in operations.TABLE.items()}
+_WANTED: dict[str, list[tuple[str, str]]] = {}
+for _handler, _form, _name in operations.handlers_wanted():
+    _WANTED.setdefault(_handler, []).append((_form, _name))
+
+
+def handles(handler: Handler) -> Handler:
+    """Enters a handler for all functions whose row names it: it is called with the torch function and its arguments.
+
+    What it raises is a fact, whose message begins with the function's name in the end.
+    """
+    for form, name in _WANTED[f"{handler.__module__.rpartition('.')[2]}.{handler.__name__.lstrip('_')}"]:
+        HANDLED[form][name] = handler
+    return handler
+
+
+def runs(form: str) -> Callable[[Run], Run]:
+    """Enters what runs functions given tensors of this form."""
+
+    def add(run: Run) -> Run:
+        _RUNS[form] = run
+        return run
+
+    return add
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """What the torch function `func` gives for these arguments, some of them packed; errors begin with its name."""
-    name = called = getattr(func, "__name__", str(func))
+    name = getattr(func, "__name__", str(func))
     if MADE and (kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS):
         args, kwargs = for_rows(args, kwargs)
-    for x in args:
-        if isinstance(x, PackedView):  # of another order: it sees to both
-            return type(x).__torch_function__(func, (), args, kwargs)
+    form = _find_form(args, kwargs)
     try:
         if not is_recording():
             refuse_lost_gradient((*args, *kwargs.values()) if kwargs else args)
         if "out" in kwargs and kwargs.pop("out") is not None:
             raise refusal("out= is not taken with packed tensors", "use the result")
-        watched = watch(args, kwargs) if is_in_place(name, kwargs) else None
-        if name in HANDLERS:
-            called = _CALLED.get(name, name)
-            for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):  # torch takes NumPy's names too
-                if alias in kwargs:
-                    kwargs[known] = kwargs.pop(alias)
-            out = HANDLERS[name](func, *args, **kwargs)
-            if name in VIEWS and args and is_packed(args[0]) and not is_of_rows(out, args[0]._dim):
-                follow(out, args[0], lambda p: HANDLERS[name](func, p, *args[1:], **kwargs), name)
-        elif is_pointwise(name):
-            called = name[2:-2] if name.endswith("__") else name
-            out = run_pointwise(func, args, kwargs, called)
-        else:
-            raise unsupported(name) if not name.startswith("__i") else not_in_place(name)
+        # A view hands on to the packed tensor that it is of, where its change is seen.
+        watched = watch(args, kwargs) if form != VIEWS and is_in_place(name, kwargs) else None
+        out = _RUNS[form](name, func, args, kwargs)
+        if name in _VIEWS and args and form == _form_of(args[0]):
+            out = _follow(out, name, func, args, kwargs, form)
         if watched is not None:
             changed(*watched)
         return out
     except Fact as fact:
-        raise fact.named(called) from fact.__cause__
+        raise fact.named(_CALLED.get(name, name.strip("_") if name.endswith("__") else name)) from fact.__cause__
 
 
-def handles(*names: str, called: str | None = None) -> Any:
-    """Puts a function into the table: it is called with the torch function and its arguments.
+def _find_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
+    """Scores where there are some, else views, else rows."""
+    found = ROWS
+    for x in (*args, *kwargs.values()) if kwargs else args:
+        for y in x if type(x) in LISTS else (x,):
+            if isinstance(y, PackedView):
+                if y.form == SCORES:
+                    return SCORES
+                found = VIEWS
+    return found
 
-    What it raises is a fact; `called` is what the error calls all of them, in place of their own names.
-    """
 
-    def add(handler: Handler) -> Handler:
-        HANDLERS.update(dict.fromkeys(names, handler))
-        if called is not None:
-            _CALLED.update(dict.fromkeys(names, called))
-        return handler
+def _form_of(x: Any) -> str | None:
+    return x.form if isinstance(x, PackedView) else ROWS if is_packed(x) else None
 
-    return add
+
+def _follow(out: Any, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Any:
+    """The result of a function that gives views; where ours are copies, they are remembered as those."""
+    x, rest = args[0], args[1:]
+    if form == SCORES and not gives_view(rest):
+        return out
+    if form != SCORES and is_of_rows(out, x._dim if form == ROWS else x.packed._dim):
+        return out
+    key = rest[0] if name == "__getitem__" else name
+    return follow(out, x, lambda y: _RUNS[form](name, func, (y, *rest), kwargs), key)
+
+
+@runs(ROWS)
+def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    if name in HANDLERS:
+        return HANDLERS[name](func, *args, **rename(kwargs))
+    if is_pointwise(name):
+        return run_pointwise(func, args, kwargs, _CALLED.get(name, name[2:-2] if name.endswith("__") else name))
+    raise unsupported(name) if not name.startswith("__i") else not_in_place(name)
+
+
+def rename(kwargs: dict[str, Any]) -> dict[str, Any]:
+    """Arguments by the names that torch has for them beside NumPy's."""
+    for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):
+        if alias in kwargs:
+            kwargs[known] = kwargs.pop(alias)
+    return kwargs
+
+
+def lacks(name: str, form: str) -> WrongType | None:
+    """What is said of a function that this form lacks for a reason of its own."""
+    row = operations.TABLE.get(name)
+    found = row.runs.get(form) if row else None
+    return refusal(*found) if isinstance(found, operations.Lacks) else None
 
 
 @functools.cache
 def find_dim_parameter(name: str) -> tuple[int, str, Any]:
     """Where a function of packed tensors takes its dim: the place after `func`, its name and its default."""
     for place, parameter in enumerate(inspect.signature(HANDLERS[name]).parameters.values()):
-        if parameter.name in ("dim", "dims"):
+        if parameter.name in ("dim", "dims", "dimension"):
             return place - 1, parameter.name, parameter.default
     raise AssertionError(name)

@@ -22,19 +22,10 @@ from tensorloop._torch.overrides import unseen_by_classes
 from tensorloop._torch.storage import PLAIN
 from tensorloop.packed.rows.size import NoNumber
 from tensorloop.packed.table.aliases import Ordinary, changed, is_in_place, watch
+from tensorloop.packed.table.operations import named
 
 _by_entry: Callable[..., bool] = late("packed.table.entry_rules", "by_entry")
-_VIEWS = frozenset({"view", "reshape", "unflatten", "view_as", "reshape_as"})
-# What cuts and joins: there and back, the entries are all there again.
-_PARTS = frozenset(
-    {
-        *("__getitem__", "chunk", "split", "split_with_sizes", "tensor_split", "unbind", "narrow", "select", "flatten"),
-        *("index_select", "cat", "concat", "concatenate", "stack", "vstack", "hstack", "column_stack", "squeeze"),
-    }
-)
-_LIKE = frozenset({"view_as", "reshape_as", "expand_as", "type_as"})
-# What changes a tensor's own sizes or all of its numbers.
-_TURNS = frozenset({"t_", "transpose_", "swapaxes_", "swapdims_", "squeeze_", "unsqueeze_", "resize_", "set_"})
+_VIEWS, _PARTS, _LIKE, _TURNS = named("regroups"), named("cuts"), named("asks sizes"), named("turns")
 _OWN = frozenset({"data", "real", "imag"})  # attributes that have the entries in their order
 _OTHERS = frozenset({"grad", "_grad", "_base", "backward"})  # tensors that somebody else holds, too
 

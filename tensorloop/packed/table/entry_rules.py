@@ -11,24 +11,11 @@ from torch import Tensor
 
 from tensorloop.packed.table.dispatch import HANDLERS, find_dim_parameter
 from tensorloop.packed.table.entries import Merged
+from tensorloop.packed.table.operations import PRODUCT, named, of_kind
 from tensorloop.packed.table.pointwise import is_pointwise
 
-# Their first argument is a batch of N, whatever the sizes behind: norms over features, tables, losses of each entry.
-_OF_BATCHES = frozenset(
-    {
-        *("linear", "layer_norm", "rms_norm", "batch_norm", "group_norm", "embedding", "one_hot", "prelu", "bilinear"),
-        *("cross_entropy", "nll_loss", "mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "kl_div"),
-        *("binary_cross_entropy", "binary_cross_entropy_with_logits", "gaussian_nll_loss", "poisson_nll_loss"),
-        *("new_zeros", "new_ones", "new_full", "new_empty", "multinomial", "cdist"),
-        *("view_as_complex", "view_as_real", "native_batch_norm", "native_layer_norm"),
-    }
-)
-_PRODUCTS = frozenset({"matmul", "__matmul__", "__rmatmul__", "mm", "bmm"})
-# What keeps the number of dims leaves entries where they are, if their number stays.
-_OF_SIZES = frozenset({"expand", "expand_as", "broadcast_to", "repeat", "tile", "to", "type_as", "cpu", "cuda"})
-_MOVES = frozenset({"transpose", "swapaxes", "swapdims", "swapaxes_", "transpose_", "t"})
-# With a dim that packed tensors take, but another rule: q goes in front, several dims in a row.
-_OTHERS = frozenset({"quantile", "nanquantile", "flip", "movedim", "moveaxis", "unfold", "repeat_interleave"})
+_OF_BATCHES, _OF_SIZES, _MOVES, _OTHERS = named("batch"), named("sizes"), named("exchanges"), named("moves")
+_PRODUCTS = of_kind(PRODUCT)
 _SPATIAL = re.compile(r"(?:conv|pool|conv_transpose|dropout)([123])d(?:_with_indices)?$")
 
 
@@ -47,7 +34,7 @@ def by_entry(name: str, x: Tensor, args: tuple[Any, ...], kwargs: dict[str, Any]
         return args[0] is x and (x.dim() > 1 or name not in ("linear", "layer_norm", "rms_norm"))
     if (spatial := _SPATIAL.search(name)) is not None:
         return args[0] is x and x.dim() == int(spatial[1]) + 2
-    if name in _OF_SIZES or name == "copy_" or (name not in HANDLERS and is_pointwise(name)):
+    if name in _OF_SIZES or (name not in HANDLERS and is_pointwise(name)):
         return out.dim() == x.dim()
     if name == "flatten":
         return True  # the entries one after another, with features beside the first dim or apart

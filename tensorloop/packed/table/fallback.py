@@ -7,8 +7,9 @@ from torch import Tensor
 from tensorloop._common.user_line import warn
 from tensorloop.packed.rows import segments
 from tensorloop.packed.table.base import Packed
+from tensorloop.packed.table.operations import named
 
-FALLBACKS = ("matmul", "prod", "cumprod", "cummax", "cummin", "logcumsumexp")
+FALLBACKS = tuple(sorted(named("pads") - {"__matmul__"}))
 
 
 class PackedFallbackWarning(UserWarning):

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 from torch import Tensor
 
 from tensorloop._common.errors import WrongIndex
-from tensorloop.packed.table.base import Packed, PackedView
+from tensorloop.packed.table.base import Packed, PackedView, find_dim, refusal
 
 
 class ViewLayout(NamedTuple):
@@ -73,6 +73,16 @@ def layout_of(x: Any) -> ViewLayout:
     return ViewLayout(0, 1, x.ndim)
 
 
+def find_place(x: Any, dim: Any, extra: int = 0) -> int:
+    """A dim of a packed tensor or a view (an int, the ragged Dim or its name) as a number; `extra` are to be added."""
+    if isinstance(x, PackedView):
+        if type(dim) is int:
+            return ViewLayout(0, 1, x.ndim + extra).find(dim)
+        find_dim(x.packed, dim)
+        return x.time
+    return find_dim(x, dim, extra)
+
+
 def unwrap(x: Any) -> Any:
     """The packed tensor of a view, or of a list of them; anything else as it is."""
     if isinstance(x, PackedView):
@@ -99,6 +109,8 @@ def turn_back(out: Any, layout: ViewLayout, dims: Sequence[int] = ()) -> Any:
         if not out.dim():
             return out
         there = [d for i, d in enumerate(layout.order) if i not in dims or out.dim() == layout.ndim]
+        if len(there) != out.dim():
+            raise refusal("its result has a dim more, which this order has no place for", "transpose it back")
         return out.permute([sorted(there).index(d) for d in there])
     if isinstance(out, (tuple, list)):
         parts = [turn_back(x, layout, dims) for x in out]

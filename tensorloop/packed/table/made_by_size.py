@@ -21,29 +21,14 @@ from tensorloop._torch.storage import PLAIN
 from tensorloop.packed.rows.dim import Dim, describe_difference
 from tensorloop.packed.rows.size import FromEnd, NoNumber, RaggedSize, no_number, pair_rows
 from tensorloop.packed.table.entries import Remembers, plain, remember
+from tensorloop.packed.table.operations import named
 
 _is_pointwise: Callable[[str], bool] = late("packed.table.pointwise", "is_pointwise")
 LISTS = list, tuple
 MADE: list[bool] = []  # not empty once there was a table: till then nobody looks for one
-_KEEP = frozenset({"to", "cpu", "cuda", "type_as"})
-# Of which nothing comes from another place along time.
-_MOVE = frozenset(
-    {
-        *("unsqueeze", "squeeze", "transpose", "permute", "movedim", "expand", "cat", "concat", "stack", "contiguous"),
-        *("triu", "tril", "cumsum", "embedding", "repeat_interleave", "__get__"),
-    }
-)
-# Which say nothing of sizes.
-_FACTS = frozenset(
-    {
-        *("dim", "is_floating_point", "is_complex", "is_contiguous", "data_ptr", "untyped_storage", "storage_offset"),
-        *("requires_grad_", "__hash__", "backward", "register_hook", "retain_grad", "copy_"),
-    }
-)
+_KEEP, _MOVE, _FACTS = named("as it is"), named("begins") | {"__get__"}, named("fact")
 _SEEN = frozenset({"T", "mT", "H", "mH", "data", "real", "imag"})  # attributes that are tensors of the same numbers
-_OF_SIZES = frozenset({"view", "reshape", "expand", "broadcast_to"})
-# Of which a gradient goes to entries that they choose.
-_CHOOSE = frozenset({"max", "amax", "min", "amin", "aminmax", "median", "nanmedian", "kthvalue", "mode", "topk"})
+_OF_SIZES, _CHOOSE = named("by number"), named("chooses")
 
 
 @runs_eagerly

@@ -17,26 +17,9 @@ from tensorloop.packed.table.base import (
     not_in_place,
     refusal,
 )
+from tensorloop.packed.table.operations import BY_ENTRY, TABLE, UNTAKEN
 from tensorloop.packed.table.refusals import unsupported
 
-# Pointwise, but without the tag: aliases, casts, and compositions (tried with torch 2.13; leaky_relu with 2.11).
-_ALSO_POINTWISE = frozenset(
-    {
-        *("absolute", "arccos", "arccosh", "arcsin", "arcsinh", "arctan", "arctan2", "arctanh", "clip", "divide"),
-        *("fix", "floor_divide", "greater", "greater_equal", "hardswish", "imag", "isclose", "leaky_relu", "less"),
-        *("less_equal", "logsigmoid", "log_sigmoid", "multiply", "negative", "not_equal", "real", "softsign"),
-        *("subtract", "tanhshrink", "true_divide", "zeros_like", "ones_like", "full_like"),
-        *("empty_like", "rand_like", "randn_like", "randint_like", "clone", "contiguous", "detach", "float"),
-        *("double", "half", "bfloat16", "int", "long", "short", "char", "byte", "bool", "cfloat", "cdouble"),
-        *("dropout", "alpha_dropout", "bernoulli", "positive", "conj", "resolve_conj", "rsub", "radd", "rmul"),
-        *("rtruediv", "rdiv", "rpow", "rfloordiv", "rmod", "truediv", "floordiv", "mod", "invert", "neg", "pos"),
-        *("and", "or", "xor", "lshift", "rshift", "rand", "ror", "rxor", "rlshift", "rrshift", "one_hot"),
-        *("isreal", "type", "expit", "gammaln", "psi", "complex", "polar", "ndtr", "gammainc", "gammaincc"),
-        *("normal", "uniform", "exponential", "log_normal", "cauchy", "geometric", "poisson"),
-    }
-)
-# Tagged, but they depend on where an entry is or make no tensor of the same rows.
-_NOT_POINTWISE = frozenset({"set", "set_", "resize_", "copy"})
 _POINTWISE: dict[str, bool] = {}  # no functools.cache: dynamo warns of every one that it meets
 
 
@@ -49,10 +32,10 @@ def is_pointwise(name: str) -> bool:
 
 def _has_pointwise_tag(name: str) -> bool:
     base = name.strip("_")
-    if name in _NOT_POINTWISE or base in _NOT_POINTWISE:
-        return False
+    if any(n in TABLE and TABLE[n].kind == UNTAKEN for n in (name, base)):
+        return False  # tagged, some of them, but they depend on where an entry is or make no tensor of the same rows
     for candidate in (base, base.removeprefix("special_")):
-        if candidate in _ALSO_POINTWISE:
+        if candidate in TABLE and TABLE[candidate].kind == BY_ENTRY:
             return True
         packet = getattr(torch.ops.aten, candidate, None)
         if packet is not None and any(torch.Tag.pointwise in getattr(packet, o).tags for o in packet.overloads()):

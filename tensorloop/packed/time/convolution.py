@@ -21,7 +21,7 @@ from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.windows import Windows, lay_out
 from tensorloop.packed.table.base import Packed, check_only_first
-from tensorloop.packed.views.reordered import takes_channels_first
+from tensorloop.packed.table.dispatch import handles
 
 _LINE = 1024  # slots
 
@@ -47,7 +47,7 @@ def from_image(image: Tensor) -> Tensor:
     return image.permute(0, 2, 3, 1).flatten(0, 2)  # no index, whose gradient would be written into zeros
 
 
-@takes_channels_first("conv1d")
+@handles
 def _conv1d(
     func: Any,
     input: Any,
@@ -110,7 +110,7 @@ def _read_settings(
     return as_one(stride, "stride"), as_one(dilation, "dilation")
 
 
-@takes_channels_first("conv_transpose1d")
+@handles
 def _conv_transpose1d(
     func: Any,
     input: Any,

@@ -15,7 +15,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed.rows.windows import Layout, Windows, lay_out
 from tensorloop.packed.table.base import Packed, check_only_first, refusal
-from tensorloop.packed.views.reordered import takes_channels_first
+from tensorloop.packed.table.dispatch import handles
 
 
 def _as_two(x: Any, what: str, least: int = 1) -> tuple[int, int]:
@@ -35,7 +35,7 @@ def _run(p: Packed, layout: Layout, fill: float, run: Callable[[Tensor], Tensor]
     return p._with(layout.pick(run(image).squeeze(0).transpose(0, 1)), layout.dim)
 
 
-@takes_channels_first("conv2d", images=True)
+@handles
 def _conv2d(
     func: Any,
     input: Any,
@@ -72,7 +72,7 @@ def _conv2d(
     return _run(input, layout, 0, run)
 
 
-@takes_channels_first("max_pool2d", "max_pool2d_with_indices", images=True)
+@handles
 def _max_pool2d(
     func: Any,
     input: Any,

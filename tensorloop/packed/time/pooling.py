@@ -12,8 +12,8 @@ from tensorloop.packed.rows import segment_reduce, segments
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.windows import Windows, lay_out
 from tensorloop.packed.table.base import check_only_first
+from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.time.convolution import as_image, as_one, from_image
-from tensorloop.packed.views.reordered import takes_channels_first
 
 
 def _make_windows(kernel_size: Any, stride: Any, padding: Any, dilation: Any, ceil: bool) -> Windows:
@@ -25,7 +25,7 @@ def _make_windows(kernel_size: Any, stride: Any, padding: Any, dilation: Any, ce
     return windows
 
 
-@takes_channels_first("max_pool1d", "max_pool1d_with_indices")
+@handles
 def _max_pool1d(
     func: Any,
     input: Any,
@@ -52,7 +52,7 @@ def _max_pool1d(
     return values, input._with(layout.pick(from_image(places)) - starts, layout.dim)
 
 
-@takes_channels_first("avg_pool1d")
+@handles
 def _avg_pool1d(
     func: Any,
     input: Any,
@@ -85,7 +85,7 @@ def _count_entries(dim: Dim, results: Dim, windows: Windows, with_padding: bool)
     return end - start if with_padding else torch.minimum(end, lens) - start.clamp(min=0)
 
 
-@takes_channels_first("adaptive_avg_pool1d", "adaptive_max_pool1d", "adaptive_max_pool1d_with_indices")
+@handles
 def _adaptive_pool1d(func: Any, input: Any, output_size: Any, return_indices: bool = False) -> Tensor:
     """(B, C, output_size), an ordinary tensor: of each row so many bins. A mean of an empty row is NaN."""
     check_only_first(input)

@@ -11,13 +11,13 @@ from tensorloop.packed.operations.reduce import widen
 from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.base import Packed, check_only_first, refusal
+from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.time.convolution import as_one
-from tensorloop.packed.views.reordered import takes_channels_first
 
 _MODES = ("nearest", "nearest-exact", "linear")
 
 
-@takes_channels_first("interpolate")
+@handles
 def _interpolate(
     func: Any,
     input: Any,

@@ -15,7 +15,7 @@ from tensorloop.packed.time.convolution import as_one
 from tensorloop.packed.views.reordered import Reordered
 
 
-@handles("stft")
+@handles
 def _stft(
     func: Any,
     input: Any,
@@ -64,7 +64,7 @@ def _fit_window(p: Packed, window: Any, size: int, n_fft: int) -> Tensor:
     return torch.nn.functional.pad(window, (left, n_fft - size - left))
 
 
-@handles("unfold")
+@handles
 def _unfold(func: Any, input: Any, dimension: Any, size: Any, step: Any) -> Any:
     """Windows of a dim as a new last one; along the ragged dim those of each row, none where it is too short."""
     d = find_dim(input, dimension)

@@ -10,10 +10,10 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.packed.operations.reduce import square, widen
 from tensorloop.packed.rows import segments
 from tensorloop.packed.table.base import Packed, check_only_first, refusal
-from tensorloop.packed.views.reordered import takes_channels_first
+from tensorloop.packed.table.dispatch import handles
 
 
-@takes_channels_first("batch_norm", images=None)
+@handles
 def _batch_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> Packed:
     """Over all entries of all rows; running statistics see no padding either."""
     check_only_first(input, *args, *kwargs.values())
@@ -22,7 +22,7 @@ def _batch_norm(func: Any, input: Any, *args: Any, **kwargs: Any) -> Packed:
     return input._with(func(input.values, *args, **kwargs))
 
 
-@takes_channels_first("group_norm")
+@handles
 def _group_norm(
     func: Any, input: Any, num_groups: int, weight: Any = None, bias: Any = None, eps: float = 1e-5
 ) -> Packed:
@@ -37,7 +37,7 @@ def _group_norm(
     return _scale(input, out, weight, bias)
 
 
-@takes_channels_first("instance_norm")
+@handles
 def _instance_norm(
     func: Any,
     input: Any,
@@ -88,14 +88,14 @@ def _scale(p: Packed, out: Tensor, weight: Any, bias: Any) -> Packed:
     return p._with(out if bias is None else out + bias)
 
 
-@takes_channels_first("prelu")
+@handles
 def _prelu(func: Any, input: Any, weight: Any) -> Packed:
     """Entry by entry, with one weight or one for each channel."""
     check_only_first(input, weight)
     return input._with(func(input.values, weight))
 
 
-@takes_channels_first("dropout1d", "feature_dropout")
+@handles
 def _dropout1d(func: Any, input: Any, p: float = 0.5, training: bool = True, inplace: bool = False) -> Packed:
     """Whole channels of rows set to 0."""
     check_only_first(input)

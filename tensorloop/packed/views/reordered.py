@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tensorloop._common.errors import Fact, named
+from tensorloop._common.errors import named
 from tensorloop._common.faces import late
 from tensorloop._torch.eager_only import runs_kernels
-from tensorloop.packed.scores import between, score_ops
+from tensorloop.packed.scores import score_ops
 from tensorloop.packed.scores.by_rows import open_only_rows
 from tensorloop.packed.scores.scores import PackedScores
-from tensorloop.packed.table.aliases import follow
+from tensorloop.packed.table import operations
 from tensorloop.packed.table.assign import assign
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import (
@@ -26,65 +26,33 @@ from tensorloop.packed.table.base import (
     Packed,
     PackedView,
     add_operators,
-    is_of_rows,
     is_packed,
     not_in_place,
     refusal,
 )
-from tensorloop.packed.table.dispatch import VIEWS, dispatch, find_dim_parameter, handles
+from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
 from tensorloop.packed.table.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
-from tensorloop.packed.table.made_by_size import LISTS, RaggedTable, for_rows
+from tensorloop.packed.table.operations import (
+    ALONG,
+    BY_ENTRY,
+    CHANNELS,
+    CLASSES,
+    IMAGES,
+    LAST,
+    TABLE,
+    VIEWS,
+    WHOLE,
+)
 from tensorloop.packed.table.pointwise import align, is_pointwise
 from tensorloop.packed.table.refusals import no_attribute, unsupported
-from tensorloop.packed.views import reordered_shapes
 
-# Of packed tensors, by `dim` or `dims`: with those translated they are the same here.
-_ALONG = frozenset(
-    {
-        *("sum", "nansum", "mean", "nanmean", "amax", "amin", "max", "min", "argmax", "argmin", "std", "var"),
-        *("std_mean", "var_mean", "logsumexp", "any", "all", "count_nonzero", "norm", "vector_norm"),
-        *("linalg_vector_norm", "softmax", "log_softmax", "softmin", "cumsum", "normalize", "cosine_similarity"),
-        *("cat", "concat", "concatenate", "chunk", "split", "tensor_split", "narrow", "index_select", "roll", "diff"),
-        *(
-            "glu",
-            "repeat_interleave",
-            "topk",
-            "sort",
-            "argsort",
-            "median",
-            "prod",
-            "cumprod",
-            "select",
-            "unbind",
-            "flip",
-        ),
-    }
-)
-# Which do not look at dims, or give no tensor.
-_ALIKE = frozenset(
-    {
-        *("fill_", "zero_", "copy_", "is_floating_point", "is_complex", "allclose", "equal", "is_contiguous"),
-        *("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits"),
-        *("new_zeros", "new_ones", "new_empty", "new_full", "new_tensor", "element_size"),
-    }
-)
-_BESIDE = frozenset({"cosine_similarity", "diff", "cat", "concat", "concatenate"})  # which take ordinary tensors too
-_LAST = {
-    "linear": 1,
-    "layer_norm": 0,
-    "rms_norm": 0,
-    "embedding": 0,
-}  # on features behind batch and time
 _FACTS = (
     *("dtype", "device", "is_cuda", "is_leaf", "grad_fn", "numel", "is_cpu", "layout"),
     *("lens", "max_len", "offsets", "row_ids", "positions", "cu_seqlens"),
 )
 
-# Of (B, C, T*) and of (B, C, T*, F).
-_OF_CHANNELS: dict[str, Handler] = {}
-_OF_IMAGES: dict[str, Handler] = {}
-_TABLES = {ViewLayout(0, 2, 3): _OF_CHANNELS, ViewLayout(0, 2, 4): _OF_IMAGES}
-_OF_CLASSES = frozenset({"cross_entropy", "nll_loss"})  # which are dim 1 there, and behind time in a packed tensor
+_LAYOUTS = {ViewLayout(0, 2, 3): CHANNELS, ViewLayout(0, 2, 4): IMAGES}  # which layers that mix time take
+_BESIDE, _OF_NUMBERS = operations.named("beside"), operations.named("of numbers")
 
 
 class Reordered(PackedView):
@@ -92,6 +60,7 @@ class Reordered(PackedView):
 
     __slots__ = ("batch", "time")
 
+    form = VIEWS
     is_nested = False
     __array_ufunc__ = None
 
@@ -127,7 +96,7 @@ class Reordered(PackedView):
     @property
     def mT(self) -> Any:
         """The last two dims exchanged."""
-        return reordered_shapes.transpose(None, self, -1, -2)
+        return dispatch(Tensor.transpose, (self, -1, -2), {})
 
     def dim(self) -> int:
         """The number of dims."""
@@ -146,12 +115,12 @@ class Reordered(PackedView):
     @named("unbind")
     def unbind(self, dim: int = 0) -> tuple[Any, ...]:
         """The rows, views in this order; or the slices of a feature dim."""
-        return _dispatch(Tensor.unbind, (self, dim), {})
+        return dispatch(Tensor.unbind, (self, dim), {})
 
     @named("indexing")
     def __getitem__(self, key: Any) -> Any:
         """x[b], x[:, h], x[..., a:b], x[:, None]: as of a padded tensor in this order."""
-        return reordered_shapes.index(self, key)
+        return dispatch(Tensor.__getitem__, (self, key), {})
 
     @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
@@ -181,7 +150,7 @@ class Reordered(PackedView):
         cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         """Every torch function that is given one."""
-        return _dispatch(func, args, kwargs or {})
+        return dispatch(func, args, kwargs or {})
 
     def __getattr__(self, name: str) -> Any:
         """Facts of the packed tensor, and methods of a tensor that are taken here."""
@@ -189,7 +158,7 @@ class Reordered(PackedView):
             return getattr(self.packed, name)
         func = getattr(Tensor, name, None)
         if _is_taken(name) and callable(func) and not name.startswith("__"):
-            return lambda *args, **kwargs: _dispatch(func, (self, *args), kwargs)
+            return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
         if name in ("packed", "batch", "time"):  # a copy that is not filled yet
             raise AttributeError(name)
         if name in dir(self.packed):
@@ -216,31 +185,7 @@ _pytree.register_pytree_node(
 )
 
 
-def takes_channels_first(*names: str, images: bool | None = False) -> Any:
-    """Puts a function into the table of (B, C, T*): it gets packed tensors (B, T*, C), and what it gives is turned.
-
-    `images`: it is of (B, C, T*, F) instead; None is for both.
-    """
-    tables = {False: [_OF_CHANNELS], True: [_OF_IMAGES], None: [_OF_CHANNELS, _OF_IMAGES]}[images]
-
-    def add(handler: Handler) -> Handler:
-        for table in tables:
-            table.update(dict.fromkeys(names, handler))
-        return handler
-
-    return add
-
-
-def takes_views(*names: str) -> Any:
-    """Puts a function into the table of views as they are."""
-
-    def add(handler: Handler) -> Handler:
-        _ON_VIEWS.update(dict.fromkeys(names, handler))
-        return handler
-
-    return add
-
-
+@handles
 def _ctc_loss(func: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Tensor:
     """Of log-probabilities (T*, B, V), as torch's is."""
     if not isinstance(log_probs, PackedView):
@@ -250,12 +195,14 @@ def _ctc_loss(func: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Tensor:
     return dispatch(func, (log_probs.packed, *args), kwargs)
 
 
+@handles
 def _to(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """In another dtype or on another device, which may be those of a view; an ordinary tensor keeps its dims."""
     out = dispatch(func, unwrap((input, *args)), {k: unwrap(x) for k, x in kwargs.items()})
     return turn_back(out, layout_of(input)) if isinstance(input, PackedView) else out
 
 
+@handles
 def _contiguous(func: Any, input: Any, **kwargs: Any) -> Any:
     """A copy where torch's is one: where dims of more than one entry stand in another order than among the values."""
     shape = input.packed.shape
@@ -266,89 +213,75 @@ def _contiguous(func: Any, input: Any, **kwargs: Any) -> Any:
 _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead", "forward")
 
 
-@handles("scaled_dot_product_attention")
+@handles
 def _attend(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Of (B, heads, T*, D): queries see the keys of their own row, by `tensorloop.attention`."""
     return _sdpa(func, *args, **kwargs)
 
 
-@handles("multi_head_attention_forward")
+@handles
 def _attend_in_heads(func: Any, *args: Any, **kwargs: Any) -> Any:
     """Of (T*, B, E), as `nn.MultiheadAttention` calls it."""
     return _multihead(func, *args, **kwargs)
 
 
-@handles("_nested_tensor_from_mask_left_aligned")
+@handles
 def _is_left_aligned(func: Any, *args: Any) -> bool:
     """False, by which `nn.TransformerEncoder` learns that nothing has to be made a nested tensor."""
     return False
 
 
-# Which take views as they are.
-_ON_VIEWS: dict[str, Handler] = {
-    **reordered_shapes.TABLE,
-    **between.TABLE,
-    "scaled_dot_product_attention": _attend,
-    "multi_head_attention_forward": _attend_in_heads,
-    **dict.fromkeys(("to", "type_as"), _to),
-    "ctc_loss": _ctc_loss,
-    "contiguous": _contiguous,
-}
+@handles
+def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
+    """What torch says of the values."""
+    return func(input.packed.values, *args, **kwargs)
 
 
 def _is_taken(name: str) -> bool:
-    known = name in _OF_CLASSES or any(name in table for table in (*_TABLES.values(), _ON_VIEWS, _ALONG, _ALIKE, _LAST))
-    return known or is_pointwise(name)
+    has_way = name in TABLE and TABLE[name].kind in (ALONG, LAST, WHOLE, CLASSES) and lacks(name, VIEWS) is None
+    return has_way or any(name in HANDLED[form] for form in (VIEWS, CHANNELS, IMAGES)) or is_pointwise(name)
 
 
-def _dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    if kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS:
-        args, kwargs = for_rows(args, kwargs)
-    name = getattr(func, "__name__", str(func))
-    called = name[2:-2] if name.startswith("__") else name
-    try:
-        if not is_recording():
-            refuse_lost_gradient((*args, *kwargs.values()))
-        if (layout := _find_table(name, args, kwargs)) is not None:
-            # No comprehension: the dynamo of torch 2.11 fails at one where the graph breaks, on Python 3.12.
-            args, kwargs = unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True))
-            return _turn_channels(_run_in_table(_TABLES[layout][name], func, args, kwargs), layout)
-        if name in _OF_CLASSES and all(layout_of(x)[:2] == (0, 2) for x in args if isinstance(x, PackedView)):
-            return dispatch(func, unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True)))
-        if name in _ON_VIEWS:
-            out = _ON_VIEWS[name](func, *args, **kwargs)
-            if name in VIEWS and not is_of_rows(out, args[0].packed._dim):
-                follow(out, args[0], lambda x: _ON_VIEWS[name](func, x, *args[1:], **kwargs))
-            return out
-        if name in ("max", "min") and _is_of_two(args, kwargs):
-            func, name = getattr(torch, f"{name}imum"), f"{name}imum"
-        if name in _ALONG:
-            return _run_along(func, args, kwargs)
-        if name in _LAST:
-            return _run_on_last(func, args, kwargs)
-        if name in _ALIKE or is_pointwise(name):
-            return _run_pointwise(func, args, kwargs)
-        view = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedView))
-        refused = unsupported(name, f"bring its dims back before: {_way_back(view)}")
-        raise refused if not name.startswith("__i") else not_in_place(name)
-    except Fact as fact:
-        raise fact.named(called) from fact.__cause__
+@runs(VIEWS)
+def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+    """By the handler of layers, where the layout has some; else by that of views; else as the kind says."""
+    if (form := _find_layers(name, args, kwargs)) is not None:
+        # No comprehension: the dynamo of torch 2.11 fails at one where the graph breaks, on Python 3.12.
+        layout = next(layout for layout, known in _LAYOUTS.items() if known == form)
+        args, kwargs = unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True))
+        return _turn_channels(_run_layer(HANDLED[form][name], func, args, kwargs), layout)
+    if name in HANDLED[VIEWS]:
+        return HANDLED[VIEWS][name](func, *args, **kwargs)
+    if (refused := lacks(name, VIEWS)) is not None:
+        raise refused
+    kind = TABLE[name].kind if name in TABLE else None
+    if kind == CLASSES and all(layout_of(x)[:2] == (0, 2) for x in args if isinstance(x, PackedView)):
+        return dispatch(func, unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True)))
+    if name in ("max", "min") and _is_of_two(args, kwargs):
+        func, kind = getattr(torch, f"{name}imum"), BY_ENTRY
+    if kind == ALONG:
+        return _run_along(func, args, kwargs)
+    if kind == LAST:
+        return _run_on_last(func, args, kwargs)
+    if kind in (WHOLE, BY_ENTRY) or (kind != CLASSES and is_pointwise(name)):
+        return _run_pointwise(func, args, kwargs)
+    view = next(x for x in (*args, *kwargs.values()) if isinstance(x, PackedView))
+    refused = unsupported(name, f"bring its dims back before: {_way_back(view)}")
+    raise refused if not name.startswith("__i") else not_in_place(name)
 
 
 @runs_kernels
-def _run_in_table(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
+def _run_layer(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     return handler(func, *args, **kwargs)
 
 
-def _find_table(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ViewLayout | None:
-    """The layout that all views have, if there is a table for it that has the function."""
-    if not any(name in table for table in _TABLES.values()):
+def _find_layers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
+    """The form whose layers all views have the layout of, if it has the function."""
+    if name not in HANDLED[CHANNELS] and name not in HANDLED[IMAGES]:
         return None
     layouts = {layout_of(x) for x in (*args, *kwargs.values()) if isinstance(x, PackedView)}
-    if len(layouts) != 1:
-        return None
-    layout = layouts.pop()
-    return layout if name in _TABLES.get(layout, ()) else None
+    form = _LAYOUTS.get(layouts.pop()) if len(layouts) == 1 else None
+    return form if form is not None and name in HANDLED[form] else None
 
 
 def _turn_channels(out: Any, layout: ViewLayout) -> Any:
@@ -470,11 +403,12 @@ def _run_on_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     first: Any = args[0] if args else None
     if not isinstance(first, PackedView):
         raise refusal("only its input may be packed", "pass ordinary tensors for the rest")
-    wanted = args[1] if len(args) > 1 else kwargs.get("normalized_shape")
-    last = len(wanted) if isinstance(wanted, (tuple, list)) else 1 if "norm" in func.__name__ else _LAST[func.__name__]
+    wanted: Any = args[1] if len(args) > 1 else kwargs.get("normalized_shape")
+    is_norm = "norm" in func.__name__ and isinstance(wanted, (tuple, list))
+    last = len(wanted) if is_norm else int(func.__name__ not in _OF_NUMBERS)
     if max(layout.batch, layout.time) >= layout.ndim - last:
         raise refusal(f"the last dim of {first.shape} is no feature", f"bring it back before: {_way_back(first)}")
     return turn_back(dispatch(func, (first.packed, *args[1:]), kwargs), layout)
 
 
-add_operators(Reordered, _dispatch)
+add_operators(Reordered, dispatch)

@@ -165,7 +165,7 @@ USING: list[tuple[str, Any, type[Exception], str]] = [
     ("matmul", lambda p: p @ [[1.0]], TypeError, "matmul: of a packed tensor and a list; give it a tensor"),
     ("times", lambda p: p[:, torch.zeros(4, 1).long()], IndexError, "times must be an int or"),
     ("view as", lambda p: p.view_as(PADDED), TypeError, "view_as: only one of two tensors is packed"),
-    ("view", lambda p: p.expand(3, -1, 3), TypeError, r"expand: .* as \(3, -1, 3\); the first two sizes must be"),
+    ("view", lambda p: p.expand(3, -1, 3), TypeError, r"expand: .* as \(3, -1, 3\); keep batch and ragged dim"),
     ("repeat", lambda p: p.repeat(2, 1, 1), TypeError, "repeats the batch or the ragged dim"),
     ("stack padded", lambda p: torch.stack([p, PADDED], 2), TypeError, "stack: packed and padded tensors"),  # pyright: ignore
     ("index", lambda p: torch.Tensor.__getitem__(PADDED, (p, 0)), TypeError, "is indexed by one packed tensor of"),
