@@ -21,7 +21,7 @@ from tensorloop.packed.table.base import Packed, refusal
 from tensorloop.packed.table.dispatch import HANDLED, handles
 from tensorloop.packed.table.entries import plain
 from tensorloop.packed.table.made_by_size import RaggedTable, mark, mark_sizes, run_for_rows
-from tensorloop.packed.table.operations import SIZES
+from tensorloop.packed.table.row import SIZES
 from tensorloop.packed.tensor import PackedTensor
 
 _RUNS = HANDLED[SIZES]

@@ -15,8 +15,8 @@ from torch import Tensor
 from tensorloop.packed import PackedTensor, StaticPackedTensor, pack_padded
 from tensorloop.packed.table.dispatch import HANDLED, HANDLERS
 from tensorloop.packed.table.entries import plain
-from tensorloop.packed.table.operations import CHANNELS, STATIC
 from tensorloop.packed.table.pointwise import is_pointwise
+from tensorloop.packed.table.row import CHANNELS, STATIC
 from tensorloop.packed.time import convolution
 from tests.support import packed_cases as cases
 from tests.support.devices import HERE

@@ -16,7 +16,7 @@ from tensorloop.packed.table.base import (
 from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.fallback import fall_back
 from tensorloop.packed.table.pointwise import align, check_partner, refuse_array
-from tensorloop.packed.table.refusals import BETWEEN
+from tensorloop.packed.table.untaken import BETWEEN
 
 
 @handles

@@ -15,8 +15,9 @@ from tensorloop.packed.table.base import Packed, PackedView, not_in_place, refus
 from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
 from tensorloop.packed.table.heads_as_rows import divide, is_size_of, multiply, part_heads
 from tensorloop.packed.table.layout import see, unwrap
-from tensorloop.packed.table.operations import SCORES, named
+from tensorloop.packed.table.operations import named
 from tensorloop.packed.table.pointwise import refuse_array
+from tensorloop.packed.table.row import SCORES
 
 # -- entry by entry
 

@@ -18,9 +18,9 @@ from tensorloop.packed.table.aliases import mark
 from tensorloop.packed.table.base import Packed, PackedView, add_operators
 from tensorloop.packed.table.dispatch import HANDLED, dispatch
 from tensorloop.packed.table.heads_as_rows import multiply
-from tensorloop.packed.table.operations import SCORES
 from tensorloop.packed.table.pointwise import is_pointwise
 from tensorloop.packed.table.refusals import no_attribute
+from tensorloop.packed.table.row import SCORES
 
 _ALL_ALIKE = frozenset({"fill_", "zero_", "copy_"})
 INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"

@@ -18,7 +18,7 @@ from tensorloop.packed.static.static_ops import check_rows, dispatch, facts, ref
 from tensorloop.packed.static.static_rows import StaticRows, attend
 from tensorloop.packed.table.base import StaticPacked, add_operators
 from tensorloop.packed.table.dispatch import HANDLED
-from tensorloop.packed.table.operations import STATIC
+from tensorloop.packed.table.row import STATIC
 from tensorloop.packed.table.types import TensorTypes
 from tensorloop.packed.tensor import PackedTensor
 

@@ -17,8 +17,8 @@ from tensorloop._torch.dynamo import constant_in_graphs
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import StaticPacked, is_packed, refusal
 from tensorloop.packed.table.dispatch import HANDLED, HANDLERS, lacks
-from tensorloop.packed.table.operations import STATIC
 from tensorloop.packed.table.pointwise import is_pointwise, refuse_array
+from tensorloop.packed.table.row import STATIC
 
 _DIVIDING = ("div", "mod", "remainder")  # in the names of functions that fail where an integer 0 divides
 _WHOLE = "use p.pack(f(p.pad())), at the cost of padding, or p.trim() outside of graphs"

@@ -23,9 +23,9 @@ from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop._torch.overrides import unseen_by_classes
 from tensorloop._torch.storage import PLAIN, has_storage
 from tensorloop._torch.versions import version_of
+from tensorloop.packed.table.operators import IN_PLACE
 
-_OPERATORS = ["add", "sub", "mul", "div", "truediv", "floordiv", "mod", "pow", "and", "or", "xor", "lshift", "rshift"]
-_IN_PLACE = frozenset({"__setitem__", *(f"__i{name}__" for name in _OPERATORS)})
+_IN_PLACE = frozenset({"__setitem__", *IN_PLACE})
 _SAME_NUMBERS = frozenset({"requires_grad_", "share_memory_", "rename_"})
 
 
@@ -84,6 +84,10 @@ class _Held:
         self._tensor, self._base = weakref.ref(x), None if base is x else weakref.ref(base)
         self._storage = None if wrapped else weakref.ref(x.untyped_storage())
         self._kept = x if wrapped and keep else None  # whose storage gives no tensor of the transform
+
+    def is_in(self, memory: Any) -> bool:
+        """Whether it lies in this storage; inside of a transform that cannot be known."""
+        return self._storage is None or self._storage() is memory
 
     def get(self) -> Tensor | None:
         """The tensor, or another of its numbers; None where they are gone."""
@@ -236,9 +240,18 @@ def mark(out: Any) -> Any:
     """Ordinary tensors that are such copies, have some, or are views of either, as those that call `changed`."""
     if _COPIES:
         for y in out if isinstance(out, (tuple, list)) else (out,):
-            if type(y) is Tensor and (id(_memory_of(y)) in _COPIES or id(_memory_of(y)) in _TAKEN):
+            if type(y) is Tensor and _is_followed(_memory_of(y)):
                 y.__class__ = Sliced
     return out
+
+
+def _is_followed(memory: Any) -> bool:
+    """Whether a storage is that of a copy or of a source, and none that has the address of one that is gone."""
+    ours = _COPIES.get(id(memory))
+    if ours is not None and ours.alive() is memory:
+        return True
+    sources = (s for taken in _TAKEN.get(id(memory), {}).values() for s in taken.sources)
+    return any(s.memory == id(memory) and s.tensor.is_in(memory) for s in sources)
 
 
 @runs_eagerly

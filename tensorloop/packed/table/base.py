@@ -11,6 +11,7 @@ from tensorloop._common.errors import Misuse, WrongIndex, WrongType, WrongValue
 from tensorloop.packed.rows.dim import Dim, describe_difference
 from tensorloop.packed.rows.size import RaggedSize
 from tensorloop.packed.table.entries import plain
+from tensorloop.packed.table.operators import IN_PLACE, OPERATORS
 
 if TYPE_CHECKING:
     from tensorloop.packed.table.types import TensorTypes as _Base
@@ -47,20 +48,6 @@ class Packed(_Base):
     def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The number of dims, batch and ragged dim included."""
         return self.values.dim() + 1
-
-
-IN_PLACE = {
-    **{f"__i{name}__": f"{name}_" for name in ("add", "sub", "mul", "pow")},
-    **{f"__i{name}__": f"bitwise_{name}_" for name in ("and", "or", "xor")},
-    **{"__itruediv__": "div_", "__ifloordiv__": "floor_divide_", "__imod__": "remainder_"},
-    **{"__ilshift__": "bitwise_left_shift_", "__irshift__": "bitwise_right_shift_"},
-}
-_BOTH_SIDES = ("add", "sub", "mul", "truediv", "floordiv", "mod", "pow", "matmul", "and", "or", "xor")
-OPERATORS = (
-    *(f"__{side}{name}__" for name in _BOTH_SIDES for side in ("", "r")),
-    *("__lt__", "__le__", "__gt__", "__ge__", "__eq__", "__ne__", "__neg__", "__pos__", "__abs__", "__invert__"),
-    *IN_PLACE,
-)  # of Python, that views hand on
 
 
 def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:

@@ -15,13 +15,13 @@ from tensorloop.packed.table.aliases import changed, follow, is_in_place, watch
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import Handler, PackedView, gives_view, is_of_rows, is_packed, not_in_place, refusal
 from tensorloop.packed.table.made_by_size import LISTS, MADE, RaggedTable, for_rows
-from tensorloop.packed.table.operations import ROWS, SCORES, VIEWS
 from tensorloop.packed.table.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.table.refusals import unsupported
+from tensorloop.packed.table.row import FORMS, ROWS, SCORES, VIEWS, Lacks
 
 # How a form runs a function: (name, the function, its arguments).
 Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
-HANDLED: dict[str, dict[str, Handler]] = {form: {} for form in operations.FORMS}
+HANDLED: dict[str, dict[str, Handler]] = {form: {} for form in FORMS}
 HANDLERS = HANDLED[ROWS]
 _RUNS: dict[str, Run] = {}
 _VIEWS = operations.named("view")
@@ -122,7 +122,7 @@ def lacks(name: str, form: str) -> WrongType | None:
     """What is said of a function that this form lacks for a reason of its own."""
     row = operations.TABLE.get(name)
     found = row.runs.get(form) if row else None
-    return refusal(*found) if isinstance(found, operations.Lacks) else None
+    return refusal(*found) if isinstance(found, Lacks) else None
 
 
 @functools.cache

@@ -11,8 +11,9 @@ from torch import Tensor
 
 from tensorloop.packed.table.dispatch import HANDLERS, find_dim_parameter
 from tensorloop.packed.table.entries import Merged
-from tensorloop.packed.table.operations import PRODUCT, named, of_kind
+from tensorloop.packed.table.operations import named, of_kind
 from tensorloop.packed.table.pointwise import is_pointwise
+from tensorloop.packed.table.row import PRODUCT
 
 _OF_BATCHES, _OF_SIZES, _MOVES, _OTHERS = named("batch"), named("sizes"), named("exchanges"), named("moves")
 _PRODUCTS = of_kind(PRODUCT)

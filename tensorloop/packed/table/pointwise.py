@@ -17,8 +17,9 @@ from tensorloop.packed.table.base import (
     not_in_place,
     refusal,
 )
-from tensorloop.packed.table.operations import BY_ENTRY, TABLE, UNTAKEN
+from tensorloop.packed.table.operations import TABLE
 from tensorloop.packed.table.refusals import unsupported
+from tensorloop.packed.table.row import BY_ENTRY, UNTAKEN
 
 _POINTWISE: dict[str, bool] = {}  # no functools.cache: dynamo warns of every one that it meets
 

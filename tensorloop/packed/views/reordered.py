@@ -32,19 +32,10 @@ from tensorloop.packed.table.base import (
 )
 from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
 from tensorloop.packed.table.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
-from tensorloop.packed.table.operations import (
-    ALONG,
-    BY_ENTRY,
-    CHANNELS,
-    CLASSES,
-    IMAGES,
-    LAST,
-    TABLE,
-    VIEWS,
-    WHOLE,
-)
+from tensorloop.packed.table.operations import TABLE
 from tensorloop.packed.table.pointwise import align, is_pointwise
 from tensorloop.packed.table.refusals import no_attribute, unsupported
+from tensorloop.packed.table.row import ALONG, BY_ENTRY, CHANNELS, CLASSES, IMAGES, LAST, VIEWS, WHOLE
 
 _FACTS = (
     *("dtype", "device", "is_cuda", "is_leaf", "grad_fn", "numel", "is_cpu", "layout"),
