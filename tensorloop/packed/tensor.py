@@ -33,11 +33,11 @@ from tensorloop.packed.scores import between, score_parts
 from tensorloop.packed.table.aliases import follow, mark
 from tensorloop.packed.table.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import Packed, add_operators, find_dim, gives_view, is_of_rows
-from tensorloop.packed.table.dispatch import HANDLERS, dispatch
+from tensorloop.packed.table.dispatch import dispatch, is_taken
 from tensorloop.packed.table.entries import plain
 from tensorloop.packed.table.fallback import FALLBACKS, PackedFallbackWarning
-from tensorloop.packed.table.pointwise import is_pointwise
 from tensorloop.packed.table.refusals import no_attribute
+from tensorloop.packed.table.row import ROWS
 from tensorloop.packed.time import convolution, images, pooling, resampling, spectrum, statistics
 from tensorloop.packed.views import reordered as _views
 
@@ -462,7 +462,7 @@ class PackedTensor(InAutograd):
             return dispatch(getattr(torch, name), (self,), {})
         if func is None or not callable(func) or name.startswith("__"):
             raise no_attribute(name, method=False)
-        if name not in HANDLERS and not is_pointwise(name):
+        if not is_taken(name, ROWS):
             raise no_attribute(name, method=True)
         return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
 

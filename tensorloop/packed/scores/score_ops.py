@@ -10,9 +10,9 @@ from tensorloop._common.errors import WrongValue
 from tensorloop.packed.rows.dim import Dim, describe_difference
 from tensorloop.packed.rows.size import NoNumber, RaggedSize
 from tensorloop.packed.scores.by_rows import batch_of, check_same, cut, join, open_only_rows, ragged_of
-from tensorloop.packed.scores.scores import INSTEAD, PackedScores, is_by_entry
+from tensorloop.packed.scores.scores import INSTEAD, PackedScores
 from tensorloop.packed.table.base import Packed, PackedView, not_in_place, refusal
-from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
+from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, is_taken, lacks, runs
 from tensorloop.packed.table.heads_as_rows import divide, is_size_of, multiply, part_heads
 from tensorloop.packed.table.layout import see, unwrap
 from tensorloop.packed.table.operations import named
@@ -26,7 +26,7 @@ from tensorloop.packed.table.row import SCORES
 def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     if name in HANDLED[SCORES]:
         return HANDLED[SCORES][name](func, *args, **kwargs)
-    if is_by_entry(name):
+    if is_taken(name, SCORES):
         return run_pointwise(func, args, kwargs)
     refused = lacks(name, SCORES) or refusal("it does not take packed scores", INSTEAD)
     raise refused if not name.startswith("__i") else not_in_place(name)
@@ -178,7 +178,7 @@ def _take_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple
     given = args[at] if len(args) > at else kwargs.pop(name, default)
 
     def call(run: Any, x: Any, *dim: Any) -> Any:
-        if len(args) < at:
+        if len(args) <= at:
             return run(x, *args, **({name: dim[0]} if dim else {}), **kwargs)
         return run(x, *args[:at], *dim, *args[at + 1 :], **kwargs)
 

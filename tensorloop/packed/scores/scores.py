@@ -16,13 +16,11 @@ from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.size import RaggedSize
 from tensorloop.packed.table.aliases import mark
 from tensorloop.packed.table.base import Packed, PackedView, add_operators
-from tensorloop.packed.table.dispatch import HANDLED, dispatch
+from tensorloop.packed.table.dispatch import dispatch, is_taken
 from tensorloop.packed.table.heads_as_rows import multiply
-from tensorloop.packed.table.pointwise import is_pointwise
 from tensorloop.packed.table.refusals import no_attribute
 from tensorloop.packed.table.row import SCORES
 
-_ALL_ALIKE = frozenset({"fill_", "zero_", "copy_"})
 INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 
 
@@ -177,18 +175,13 @@ class PackedScores(PackedView):
     def __getattr__(self, name: str) -> Any:
         """Methods of a tensor that are taken here."""
         func = getattr(Tensor, name, None)
-        if (name in HANDLED[SCORES] or is_by_entry(name)) and callable(func) and not name.startswith("__"):
+        if is_taken(name, SCORES) and callable(func) and not name.startswith("__"):
             return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
         if name in PackedScores.__slots__:  # a copy that is not filled yet
             raise AttributeError(name)
         if callable(func) and not name.startswith("__"):
             raise AttributeError(f"{name} is not known for packed scores; {INSTEAD}")
         raise no_attribute(name, method=False)
-
-
-def is_by_entry(name: str) -> bool:
-    """Whether the torch function of this name runs on the flat values."""
-    return is_pointwise(name) or name in _ALL_ALIKE
 
 
 add_operators(PackedScores, dispatch)

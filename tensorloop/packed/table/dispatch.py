@@ -17,7 +17,20 @@ from tensorloop.packed.table.base import Handler, PackedView, gives_view, is_of_
 from tensorloop.packed.table.made_by_size import LISTS, MADE, RaggedTable, for_rows
 from tensorloop.packed.table.pointwise import is_pointwise, run_pointwise
 from tensorloop.packed.table.refusals import unsupported
-from tensorloop.packed.table.row import FORMS, ROWS, SCORES, VIEWS, Lacks
+from tensorloop.packed.table.row import (
+    ALONG,
+    CHANNELS,
+    CLASSES,
+    FORMS,
+    IMAGES,
+    LAST,
+    ROWS,
+    SCORES,
+    STATIC,
+    VIEWS,
+    WHOLE,
+    Lacks,
+)
 
 # How a form runs a function: (name, the function, its arguments).
 Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
@@ -123,6 +136,19 @@ def lacks(name: str, form: str) -> WrongType | None:
     row = operations.TABLE.get(name)
     found = row.runs.get(form) if row else None
     return refusal(*found) if isinstance(found, Lacks) else None
+
+
+_WAYS = {VIEWS: operations.of_kind(ALONG, LAST, WHOLE, CLASSES), SCORES: operations.named("all numbers")}
+
+
+def is_taken(name: str, form: str) -> bool:
+    """Whether this form takes the torch function of this name, by a handler or in the way of its kind."""
+    forms = (VIEWS, CHANNELS, IMAGES) if form == VIEWS else (form,)
+    if any(name in HANDLED[f] for f in forms):
+        return True
+    if lacks(name, form) is not None or (form == STATIC and name in HANDLERS):
+        return False  # of static shape, a function with a handler may be pointwise by its tag and be more than that
+    return name in _WAYS.get(form, ()) or is_pointwise(name)
 
 
 @functools.cache

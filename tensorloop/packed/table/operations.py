@@ -216,8 +216,8 @@ _MADE = {SIZES: "by_size.fill"}
 row(WHOLE, "new_zeros new_ones new_empty new_full", "attributes.of_values", "batch", **_FACTS, **_MADE)
 row(WHOLE, "new_tensor", "attributes.of_values", **_FACTS)
 row(WHOLE, "equal allclose", "attributes.equal", scores="score_ops.equal")
-row(WHOLE, "fill_ zero_", "attributes.fill")
-row(WHOLE, "copy_", "attributes.copy", "sizes, fact")
+row(WHOLE, "fill_ zero_", "attributes.fill", "all numbers")
+row(WHOLE, "copy_", "attributes.copy", "all numbers, sizes, fact")
 _MOVED = {VIEWS: "reordered.to", SCORES: "score_ops.to", STATIC: "static_layers.to"}
 row(OTHER, "to", "features.to", "sizes, as it is", **_MOVED)
 row(OTHER, "type_as", "features.to", "sizes, as it is, asks sizes", **_MOVED)

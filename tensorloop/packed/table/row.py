@@ -26,6 +26,7 @@ SAYS = {
     "beside": "it takes ordinary tensors beside packed ones, which are broadcast",
     "of numbers": "it needs no feature dim",
     "pads": "it has no packed kernel for a ragged dim or for a matrix of each row: it pads, and warns",
+    "all numbers": "in place, it gives all numbers other values, whatever the form",
     "all dims": "of scores, it is right along queries and keys too",
     "row by row": "of scores, torch's own for each row is faster along keys than one for all segments",
     # of the entries of rows, (N, *F)

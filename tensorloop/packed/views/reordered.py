@@ -30,7 +30,7 @@ from tensorloop.packed.table.base import (
     not_in_place,
     refusal,
 )
-from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
+from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, is_taken, lacks, runs
 from tensorloop.packed.table.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.table.operations import TABLE
 from tensorloop.packed.table.pointwise import align, is_pointwise
@@ -148,7 +148,7 @@ class Reordered(PackedView):
         if name in _FACTS:
             return getattr(self.packed, name)
         func = getattr(Tensor, name, None)
-        if _is_taken(name) and callable(func) and not name.startswith("__"):
+        if is_taken(name, VIEWS) and callable(func) and not name.startswith("__"):
             return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
         if name in ("packed", "batch", "time"):  # a copy that is not filled yet
             raise AttributeError(name)
@@ -226,11 +226,6 @@ def _is_left_aligned(func: Any, *args: Any) -> bool:
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """What torch says of the values."""
     return func(input.packed.values, *args, **kwargs)
-
-
-def _is_taken(name: str) -> bool:
-    has_way = name in TABLE and TABLE[name].kind in (ALONG, LAST, WHOLE, CLASSES) and lacks(name, VIEWS) is None
-    return has_way or any(name in HANDLED[form] for form in (VIEWS, CHANNELS, IMAGES)) or is_pointwise(name)
 
 
 @runs(VIEWS)
