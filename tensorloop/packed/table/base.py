@@ -30,7 +30,7 @@ class Packed(_Base):
     def _with(self, values: Any, dim: Dim | None = None) -> Self:
         """These values in the same rows, or in those of `dim`; not checked."""
         made = object.__new__(type(self))
-        made.values = plain(values)
+        made.values = values if type(values) is torch.Tensor else plain(values)
         made._dim = self._dim if dim is None else dim
         return made
 
@@ -131,7 +131,7 @@ def find_dim(p: Packed, dim: Any, extra: int = 0) -> int:
     if isinstance(dim, str):
         called = "has no name" if p._dim.name is None else f"is called {p._dim.name!r}"
         raise WrongValue(f"there is no dim {dim!r}; the ragged dim {called}")
-    n, size = arguments.as_int(dim, "dim"), p.ndim + extra
+    n, size = dim if type(dim) is int else arguments.as_int(dim, "dim"), p.ndim + extra
     if not -size <= n < size:
         raise WrongIndex(f"dim {n} is out of range for a packed tensor of {size} dims, {p.shape}")
     # Looked up, so that the number is a constant to dynamo too: `0 in (n,)` is False there for a symbolic 0.

@@ -76,7 +76,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         if "out" in kwargs and kwargs.pop("out") is not None:
             raise refusal("out= is not taken with packed tensors", "use the result")
         # A view hands on to the packed tensor that it is of, where its change is seen.
-        watched = watch(args, kwargs) if form != VIEWS and is_in_place(name, kwargs) else None
+        may_change = (kwargs or name[-1] == "_") and form != VIEWS and is_in_place(name, kwargs)
+        watched = watch(args, kwargs) if may_change else None
         out = _RUNS[form](name, func, args, kwargs)
         if name in _VIEWS and args and form == _form_of(args[0]):
             out = _follow(out, name, func, args, kwargs, form)

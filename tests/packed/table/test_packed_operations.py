@@ -11,6 +11,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop.packed.by_size
+from docs import packed_functions
 from tensorloop.packed import FALLBACKS, PackedTensor, StaticPackedTensor
 from tensorloop.packed.table import row as words
 from tensorloop.packed.table.dispatch import HANDLED, is_taken
@@ -77,6 +78,10 @@ def test_every_handler_of_the_table_is_there_and_no_other() -> None:
     assert {(form, name) for form, known in HANDLED.items() for name in known} == {
         (form, name) for _, form, name in handlers_wanted()
     }
+
+
+def test_the_page_is_current() -> None:
+    assert packed_functions.PAGE.read_text() == packed_functions.text(), "python -m docs.packed_functions makes it anew"
 
 
 def test_words_are_used() -> None:
