@@ -66,7 +66,7 @@ _BEGINNINGS: dict[str, str] = {
 
 
 def advice(name: str) -> str | None:
-    """What to use in place of the torch function or attribute of this name; None where only the general holds."""
+    """Says what to use in place of the torch function or attribute of this name; None where only the general holds."""
     if name in _NAMES:
         return _NAMES[name]
     found = next((text for start, text in _BEGINNINGS.items() if name.startswith(start)), None)
@@ -74,7 +74,7 @@ def advice(name: str) -> str | None:
 
 
 def unsupported(name: str, otherwise: str | None = None) -> WrongType:
-    """What is said of an operation that packed tensors do not take; `otherwise` where there is no advice."""
+    """Returns the error for an operation that packed tensors do not take; without advice it says `otherwise`."""
     instead = advice(name) or otherwise
     if instead is not None:
         return refusal("it does not take packed tensors", instead)
