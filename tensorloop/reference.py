@@ -450,7 +450,7 @@ def stochastic_beam_risk(scores: Tensor, risks: Tensor, kappa: Tensor, estimator
 
 
 def ctc_loss(log_probs: Tensor, tokens: Row, blank: int = 0) -> Tensor:
-    """Returns the loss of (T, V): a frame stays in a state, goes to the next, or skips a blank between unlike tokens."""
+    """Returns the loss of (T, V): a frame stays in a state, moves on, or skips a blank between tokens that differ."""
     states = [blank, *(x for token in tokens for x in (token, blank))]
     reached = {-1: log_probs.sum() * 0}
     for frame in log_probs:
