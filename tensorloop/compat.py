@@ -206,7 +206,7 @@ def _as_tuple(what: str, carried: Any) -> tuple[Any, ...]:
 
 @contextmanager
 def _saying(words: dict[str, str]) -> Iterator[None]:
-    """What our loops call their arguments, in torch's words."""
+    """Puts errors from inside into torch's words: the names by which our loops call their arguments are replaced."""
     try:
         yield
     except Fact as fact:

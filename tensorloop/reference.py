@@ -104,7 +104,7 @@ def while_loop(
 
 
 def fixed_point(fn: Callable[[Any], Any], init: Any, steps: int = 1000) -> Any:
-    """What `fn` leaves as it is; the gradient is that of so many steps."""
+    """Returns what `fn` leaves as it is, reached in so many steps; the gradient is that of these steps."""
     return while_loop(lambda _: True, fn, init, steps)[0]
 
 
@@ -354,7 +354,7 @@ def every_hypothesis(
 def edit_table(
     a: Row, b: Row, insertion: float = 1, deletion: float = 1, substitution: Cost = operator.ne
 ) -> dict[tuple[int, int], float]:
-    """What the first i tokens of a cost against the first j of b; insertions are tokens only a has, deletions b."""
+    """Returns costs of a's first i tokens against b's first j; insertions are tokens only a has, deletions b."""
     cost: dict[tuple[int, int], float] = {(0, 0): 0}
     for i, j in itertools.product(range(len(a) + 1), range(len(b) + 1)):
         ways = [cost[i - 1, j - 1] + substitution(a[i - 1], b[j - 1])] if i and j else []
@@ -450,7 +450,7 @@ def stochastic_beam_risk(scores: Tensor, risks: Tensor, kappa: Tensor, estimator
 
 
 def ctc_loss(log_probs: Tensor, tokens: Row, blank: int = 0) -> Tensor:
-    """Of (T, V): a frame stays in a state, goes to the next, or over a blank between tokens that differ."""
+    """Returns the loss of (T, V): a frame stays in a state, moves on, or skips a blank between tokens that differ."""
     states = [blank, *(x for token in tokens for x in (token, blank))]
     reached = {-1: log_probs.sum() * 0}
     for frame in log_probs:
@@ -464,7 +464,7 @@ def ctc_loss(log_probs: Tensor, tokens: Row, blank: int = 0) -> Tensor:
 
 
 def rnnt_loss(log_probs: Tensor, tokens: Row, blank: int = 0) -> Tensor:
-    """Of a joint (T, U + 1, V): a blank goes to the next frame, a token to the next text position."""
+    """Returns the loss of a joint (T, U + 1, V): a blank goes to the next frame, a token to the next text position."""
     reached: dict[tuple[int, int], Tensor] = {}
     for t, u in ((t, u) for t in range(len(log_probs)) for u in range(len(tokens) + 1)):
         ways = [reached[t - 1, u] + log_probs[t - 1, u, blank]] if t else []

@@ -77,7 +77,7 @@ def regroup(
 
 @runs_eagerly
 class RegroupPlan:
-    """What `regroup` does for given keys, lengths and groups, worked out once.
+    """A plan of `regroup` for given keys, lengths and groups, worked out once.
 
         plan = tl.RegroupPlan(keys, lengths, groups)  # once
         outs = plan(values)                           # at each step

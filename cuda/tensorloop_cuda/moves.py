@@ -28,7 +28,7 @@ _WIDTH = 5  # of a segment in the table
 
 
 class Moves(Protocol):
-    """What is read of a table of moves: see `segments`.
+    """The attributes that these kernels read of a table of moves.
 
     `targets`: the width of each target. `segments`: (target, start, length, ((source, start), ...)) for every column
     of every target once. `sums`: whether a segment has more than one source.
@@ -109,7 +109,7 @@ def _run(table: _Table, rows: Sequence[Tensor], out: Sequence[Tensor], size: int
 
 
 def _places(tensors: Sequence[Tensor], size: int) -> list[int]:
-    """Of each tensor the address, and the bytes from row to row."""
+    """Returns for each tensor its address and the bytes from one of its rows to the next, in one flat list."""
     return [k for x in tensors for k in (address(x), x.stride(0) * size)]
 
 

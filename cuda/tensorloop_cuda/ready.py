@@ -9,7 +9,7 @@ from tensorloop_cuda.target import cuda
 
 @cache
 def why_not() -> str:
-    """What keeps kernels from running on this machine's GPU, in one line; empty if nothing does.
+    """Says in one line what keeps kernels from running on this machine's GPU; an empty string if nothing does.
 
     The first call compiles an empty kernel, as a machine may have a driver but no compiler.
     """

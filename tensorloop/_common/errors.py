@@ -21,7 +21,7 @@ _F = TypeVar("_F", bound=Callable[..., Any])
 
 
 class Fact(Exception):
-    """What is wrong, without who says so."""
+    """An error that says what is wrong, without the name of the public function that was called."""
 
     kind: ClassVar[type[Exception]] = Exception
 
@@ -106,7 +106,7 @@ def facts_of(function: Callable[..., Any]) -> Callable[..., Any]:
 def _unknown(
     error: TypeError, function: Callable[..., Any], options: Mapping[str, Any], hints: Mapping[str, str]
 ) -> str | None:
-    """What is wrong with the keywords of a call that raised `error`; None where it is raised by what was called."""
+    """Says what is wrong with the keywords of a call that raised `error`; None if the called function raised it."""
     if error.__traceback__ is not None and error.__traceback__.tb_next is not None:
         return None
     from tensorloop._common.keywords import describe_unknown  # what it takes to compare words loads slowly

@@ -20,7 +20,7 @@ _STYLE = """
 
 
 def fragment(body: Sequence[str]) -> str:
-    """What a notebook shows."""
+    """Returns the HTML that a notebook shows."""
     return f'<div class="tensorloop"><style>{_STYLE}</style>\n' + "\n".join(body) + "\n</div>"
 
 

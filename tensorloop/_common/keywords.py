@@ -31,7 +31,7 @@ def hints(*groups: tuple[str, str]) -> dict[str, str]:
 
 
 def describe_unknown(function: Callable[..., Any], given: Iterable[str], hints: Mapping[str, str]) -> str | None:
-    """What is wrong with the first of the keywords given that a function does not take; None where it takes all."""
+    """Says which of the given keywords the function does not take, and what it has for it; None if it takes all."""
     known = [p.name for p in inspect.signature(function).parameters.values() if p.name != "self"]
     for key in given:
         if key not in known:

@@ -14,7 +14,7 @@ from tensorloop._torch import overrides
 
 
 class Recorder(Protocol):
-    """What notes all that the body of a checkpointed loop uses (`loop/checkpoint/captures`)."""
+    """Notes all that the body of a checkpointed loop uses (`loop/checkpoint/captures`)."""
 
     def record_use(self, buffer: Any, method: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         """Carries out a method of an array that the body uses."""
@@ -81,7 +81,7 @@ def called_as(caller: str | None) -> Iterator[None]:
 
 @contextmanager
 def without_numbers() -> Iterator[None]:
-    """What runs inside has tensors without numbers, for their shapes alone."""
+    """Marks code that runs on tensors without numbers, for their shapes alone."""
     here.shapes += 1
     try:
         yield

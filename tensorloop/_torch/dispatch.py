@@ -33,7 +33,7 @@ __all__ = [
 
 
 def entry(operation: Any) -> Callable[..., Any]:
-    """What an overload calls when it is called: a frame of Python less, which is a microsecond."""
+    """Returns the function that a call of an overload calls: one frame of Python less, which is a microsecond."""
     return getattr(operation, "_op", operation)
 
 

@@ -64,7 +64,7 @@ class MadeUpNumbers(TorchFunctionMode):
         return torch.ones(x.shape, dtype=x.dtype, device="cpu") if unknown else x
 
     def answer(self, func: Any, args: Any, kwargs: Any) -> Any:
-        """What an operation gives whose result, or the size of it, depends on numbers."""
+        """Gives an answer for an operation whose result, or the size of it, depends on numbers."""
         with torch._C._DisableTorchDispatch():
             taken = self.taken
             result = func(*tree_map_only(Tensor, self.real, args), **tree_map_only(Tensor, self.real, kwargs))

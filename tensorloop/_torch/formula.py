@@ -17,7 +17,7 @@ from tensorloop._torch.eager_only import runs_kernels
 
 
 class Formula(NamedTuple):
-    """What is computed, on plain tensors, and its derivatives, in differentiable operations: any order is right.
+    """A computation on plain tensors, and its derivatives in differentiable operations: any order is right.
 
     Inputs may have any more dims at the end, and the output then has them too: under vmap the batch dim is one of them.
     """

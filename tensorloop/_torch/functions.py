@@ -99,7 +99,7 @@ def is_foreign(node: Any) -> bool:
 
 
 class Ctx(FunctionCtx):
-    """What a backward gets as `ctx` where no node of autograd's graph calls it: what a call's real `ctx` has."""
+    """Stands for a backward's `ctx` where no node of autograd's graph calls it: it has what a call's real `ctx` has."""
 
     def __init__(self, values: dict[str, Any], saved: tuple[Any, ...], needs: tuple[bool, ...]) -> None:
         vars(self).update(values)
@@ -107,12 +107,12 @@ class Ctx(FunctionCtx):
 
     @property
     def saved_tensors(self) -> tuple[Any, ...]:
-        """What forward has saved."""
+        """Returns the tensors that forward has saved."""
         return vars(self)["_of_call"][0]
 
     @property
     def needs_input_grad(self) -> tuple[bool, ...]:
-        """Of each input of forward, whether its gradient is wanted."""
+        """Returns for each input of forward whether its gradient is wanted."""
         return vars(self)["_of_call"][1]
 
     def __getattr__(self, name: str) -> Any:

@@ -33,7 +33,7 @@ _WITHOUT_GRAPH, _AS_IT_IS = _WithoutGraph(), nullcontext()
 
 
 def without_graph() -> AbstractContextManager[object]:
-    """What is computed inside is not recorded."""
+    """Returns a context in which autograd records nothing."""
     return _WITHOUT_GRAPH if torch.is_grad_enabled() else _AS_IT_IS
 
 
@@ -56,6 +56,6 @@ def _changed_modes() -> Iterator[None]:
 
 @contextmanager
 def lasting() -> Iterator[None]:
-    """What is made inside is plain and outlives the caller's transforms and inference mode: it is kept."""
+    """Makes what is computed inside plain: it may be kept beyond the caller's transforms and inference mode."""
     with transforms.outside_transforms(), torch.inference_mode(False), torch.no_grad():
         yield

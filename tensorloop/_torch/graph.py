@@ -33,7 +33,7 @@ def number_of(node: Node) -> int:
 
 
 def node_of(x: Tensor) -> Node:
-    """What made x, where that is in a graph."""
+    """Returns the node of the graph that made x; None where there is none."""
     try:
         return x.grad_fn
     except RuntimeError:  # a view made without grad of what was changed in place, as a custom function may
@@ -46,7 +46,7 @@ def leaf_of(node: Node) -> Tensor | None:
 
 
 def end_of(x: Tensor | GradientEdge) -> End:
-    """What stands for a tensor in its graph."""
+    """Identifies a tensor in its graph: by its node and its place there, or by a weak reference to a leaf."""
     node, place = (node_of(x), x.output_nr) if isinstance(x, Tensor) else x[:2]
     leaf: Any = x if node is None else leaf_of(node)
     return (node, place) if leaf is None else weakref.ref(leaf)

@@ -54,7 +54,7 @@ class AncestryStore(Store):
         return device
 
     def kind(self) -> tuple[Any, torch.dtype | None, torch.device | None]:
-        """What a slot holds for one hypothesis, and the dtype and device of all."""
+        """Returns the shape that a slot has for one hypothesis, and the dtype and device of all."""
         if self.births or self.prefix is None:
             shape, dtype, device = kind_of(self.grown)
             return shape and shape[2:], dtype, device

@@ -51,7 +51,7 @@ class SeenPart(NamedTuple):
         return x.reshape(-1, 1, *x.shape[2:]) if self.own else x
 
     def sight(self, of_all: Sight, bias: Tensor | None, count: int) -> Sight:
-        """What these queries see of the part's `count` slots."""
+        """Returns what these queries see of the part's `count` slots."""
         first, seed = of_all.first, of_all.seed
         if first is not None:
             first = (first.repeat_interleave(self.size) if self.own else first) - self.begin
@@ -81,7 +81,7 @@ class GatheredPart(NamedTuple):
 
 
 class Seen(NamedTuple):
-    """What one step attends to. Places are found again when they are needed, and no array is held: it holds us."""
+    """The slots that a step attends to. Places are found again when needed, and no array is held: it holds us."""
 
     family: Family
     births: list[int]
@@ -157,7 +157,7 @@ def _read_prefix(array: TensorArray, start: int) -> Tensor:
 
 
 def _understand(rules: ScoreRules, k: Any, start: int) -> tuple[Sight, Tensor | None]:
-    """What K queries see of the slots from `start` on, and their bias (1 or B, heads, 1 or K, S)."""
+    """Returns what K queries see of the slots from `start` on, and their bias (1 or B, heads, 1 or K, S)."""
     first, bias, rows = rules.starts, rules.bias, k.family.rows
     if first is not None:
         first = first[:, 0].expand(rows) - start
@@ -271,7 +271,7 @@ def _backward(
 
 
 def _gather(seen: Seen, prefix: Any, slots: Sequence[Tensor]) -> Iterator[GatheredPart]:
-    """What the parts see."""
+    """Yields the parts that are seen, with the keys and values of their slots."""
     for part in seen.split():
         if part.places is None:
             yield GatheredPart(part, *prefix)

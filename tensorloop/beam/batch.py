@@ -20,7 +20,7 @@ class Batch(NamedTuple):
         return self.rows if self.ids is None else len(self.ids)
 
     def select(self, x: Tensor, dim: int = 0) -> Tensor:
-        """Of all rows those in the batch."""
+        """Selects the rows in the batch from those of a tensor that has all rows."""
         return x if self.ids is None else x.index_select(dim, self.ids)
 
     def widen(self, x: Tensor, fill: float = -torch.inf) -> Tensor:

@@ -21,7 +21,7 @@ from tensorloop.kernels import find
 
 
 class Offer(NamedTuple):
-    """What there is to choose from in step t. B rows, K hypotheses, V tokens."""
+    """The continuations that there are to choose from in step t. B rows, K hypotheses, V tokens."""
 
     keys: Tensor  # (B, K)
     sums: Tensor  # (B, K), of log-probabilities

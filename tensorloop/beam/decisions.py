@@ -153,7 +153,7 @@ class Decisions:
             diagnostics.warn_of_endless(self.searching, self.pool.keys > -torch.inf, self.rules.n_best)
 
     def _choose(self, t: int, batch: Batch, log_probs: Tensor) -> tuple[Choice, Tensor, Tensor, Tensor | None]:
-        """What is chosen in step t, with the sums of what runs on and of what ends, in all rows.
+        """Returns the choice of step t, with the sums of what runs on and of what ends, in all rows.
 
         At last, where the choice is still to be confirmed, the keys that `Pool.take` confirms it by.
         """

@@ -31,7 +31,7 @@ class Model:
         self.takes_history = _takes_history(step_fn)
 
     def call(self, carry: Any, tokens: Tensor, context: tuple[Any, ...], history: Tensor | None) -> tuple[Any, Any]:
-        """What step_fn gives: the carry and log_probs, neither of them checked."""
+        """Calls step_fn and returns the carry and log_probs that it gives, neither of them checked."""
         options = {} if history is None else {"history": history}
         try:
             out = self.step_fn(carry, tokens, *context, **options)

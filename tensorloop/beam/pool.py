@@ -14,7 +14,7 @@ from tensorloop.kernels import find
 
 
 class Verdict(NamedTuple):
-    """What has come of a step, in any of the rows that search."""
+    """The outcome of a step: a field is True if it is so in any of the rows that search."""
 
     spoilt: bool  # there is no hypothesis any more, or one whose key is NaN or inf
     ended: bool  # by the rule "exact" or "first_n" the row is over, or since nothing runs on

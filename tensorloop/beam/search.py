@@ -40,7 +40,7 @@ _NAME = "beam_search"
 
 
 class State(NamedTuple):
-    """What the loop of a search carries, of the rows in the batch."""
+    """The carry of the loop of a search, of the rows in the batch."""
 
     ids: Tensor  # (b,)
     tokens: Tensor  # (b, K) int64, the last ones

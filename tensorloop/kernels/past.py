@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 class Sight(NamedTuple):
-    """What t queries see of n slots, of which the last t are their own, and what is done to their scores."""
+    """Says which of n slots t queries see, the last t being their own, and what is done to their scores."""
 
     scale: float
     causal: bool = True  # a query sees no later slot

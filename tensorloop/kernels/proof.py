@@ -73,7 +73,7 @@ def _decide(by_torch: Run, operation: str, device: torch.device, dtype: torch.dt
 
 
 def find_fault(operation: str, kernel: Run, by_torch: Run, device: torch.device, dtype: torch.dtype) -> str:
-    """What a kernel does otherwise than torch operations, in a few words; empty if nothing."""
+    """Says in a few words where a kernel differs from torch operations; an empty string if nowhere."""
     sums = operation.startswith("segment_") or operation == "regroup_sums"
     wide = torch.promote_types(dtype, torch.float64) if sums else dtype
     try:
@@ -92,7 +92,7 @@ def find_fault(operation: str, kernel: Run, by_torch: Run, device: torch.device,
 
 
 def _run(run: Run, args: tuple[Any, ...]) -> list[Tensor]:
-    """What comes of a call, and what stands in its arguments then."""
+    """Runs a kernel and returns the tensors that it gives, then those of its arguments as they are afterwards."""
     out = run(*args)
     return [x for x in tree_leaves((out, args)) if isinstance(x, Tensor)]
 

@@ -211,7 +211,7 @@ def scan(
 def _scan_of(
     body_fn: Any, xs: Any, length: Any, dim: Any, reverse: bool, until: Any, context: Any, compact: bool
 ) -> tuple[first_step.MakeScan, Slices]:
-    """What makes a scan of a kind of loop, an init and slices, and the slices of xs; checks the other arguments."""
+    """Checks a scan's arguments; returns what makes it of a kind of loop, an init and slices, and the slices of xs."""
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
     check_body(body_fn)
     dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")

@@ -210,7 +210,7 @@ def _interleave(first: Tensor, odd: Tensor, even: Tensor) -> Tensor:
 
 
 def _unrecorded() -> AbstractContextManager[object]:
-    """What looks at tensors and makes none is nothing to a recorder, and quick without it."""
+    """Returns a context that no recorder sees, for code that looks at tensors and makes none: it is quicker."""
     return nullcontext() if torch.compiler.is_compiling() else unrecorded()
 
 

@@ -136,7 +136,7 @@ class Attributes:
                     holder.values[key] = before[key]
 
     def find_late(self) -> str | None:
-        """What a later step has set and the first did not, in words: replays would find it as the last step left it."""
+        """Says what a later step has set and the first did not: replays would find it as the last step left it."""
         for holder, before in zip(self._holders, self._before, strict=True):
             for key in {**before, **dict.fromkeys(holder.names())}:
                 path, now, was = holder.path_of(key), holder.values.get(key, _MISSING), before.get(key, _MISSING)

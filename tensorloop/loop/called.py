@@ -37,12 +37,12 @@ _BY_PLACE = inspect.Parameter.POSITIONAL_ONLY, inspect.Parameter.POSITIONAL_OR_K
 
 
 def name_of_carry(functions: Sequence[Called]) -> str:
-    """What the body among these functions calls its carry."""
+    """Returns the name that the body among these functions has for its carry."""
     return next((called.parameter("carry") for called in functions if called.what == "body_fn"), "carry")
 
 
 def pair_of(out: Any) -> tuple[Any, Any]:
-    """What a scan's body returned, if it is (carry, y)."""
+    """Returns the (carry, y) that a scan's body gave; raises WrongType where it gave anything else."""
     if type(out) is tuple and len(out) == 2:
         return out
     if isinstance(out, list) and len(out) == 2:

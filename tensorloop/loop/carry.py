@@ -208,7 +208,7 @@ def find_tensors(x: Any) -> dict[str, Tensor]:
 
 
 def _say_instead(x: Any) -> str:
-    """What to write for an object that holds tensors."""
+    """Says what to write in place of an object that holds tensors."""
     if dataclasses.is_dataclass(x):
         return "declare all of its attributes as fields of the dataclass, and the loop takes it as a tree"
     return (
@@ -218,7 +218,7 @@ def _say_instead(x: Any) -> str:
 
 
 def _kind_of(leaf: Any) -> Any:
-    """What a leaf must be again at every step, as far as it is known."""
+    """Returns what must be the same of a leaf at every step, as far as it is known."""
     if isinstance(leaf, Tensor):
         return leaf.shape, leaf.dtype, leaf.device
     if type(leaf) is TensorArray:

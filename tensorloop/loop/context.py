@@ -112,5 +112,5 @@ def alias(leaf: Any) -> Any:
 
 
 def _versions(leaves: Sequence[Any]) -> Versions:
-    """Of the tensors that have rows."""
+    """Returns the versions of the tensors that have rows."""
     return Versions(None if (values := values_of(x)) is None else transforms.numbers(values) for x in leaves)

@@ -103,7 +103,7 @@ def _in_container(x: Any, path: str, met: set[int]) -> Iterator[Holder]:
 
 
 def _in_brackets(key: Any, numbers: dict[Any, int]) -> str:
-    """What tells a key from the others: two modules, say, may look alike."""
+    """Writes a key in brackets so that it differs from the others: two modules, say, may look alike."""
     if isinstance(key, str | int | float | bytes):
         return f"[{key!r}]"
     return f"[{type(key).__name__} {numbers.setdefault(key, len(numbers))}]"

@@ -70,7 +70,7 @@ def _may_know(loop: Loop) -> bool:
 
 
 def roots_of(loop: Loop) -> list[Any]:
-    """What the functions of a loop begin at, beside tensors."""
+    """Lists the objects that the functions of a loop begin at, beside tensors."""
     carried = [x for x in loop.init if not isinstance(x, Tensor)]
     functions = [called.function for called in loop.functions] or [loop.body]
     return [*functions, loop.lower, *carried, *loop.context.leaves]
@@ -91,7 +91,7 @@ def _alike(trees: tuple[Tree | None, ...], loop: Loop) -> bool:
 
 
 def root_of(loop: Loop) -> tuple[Hashable, ...]:
-    """What is known of an eager loop before its steps."""
+    """Returns what is known of an eager loop before its steps: name, code, sizes and dtypes of its tensors."""
     slices = () if loop.slices is None else loop.slices.tensors
     kinds = [x if x is None else (size_of(x), x.dtype, x.requires_grad) for x, _ in slices]
     kinds += [(size_of(x), x.dtype, x.requires_grad) for x in loop.init if isinstance(x, Tensor)]
@@ -104,7 +104,7 @@ def size_of(x: Tensor) -> Hashable:
 
 
 def code_of(function: Any) -> Any:
-    """What a function is, whatever it closes over: what it does beside operations is in its code, not in theirs."""
+    """Identifies a function by its code, whatever it closes over: what it does beside operations is written there."""
     while isinstance(function, partial):
         function = function.func
     function = function.__func__ if isinstance(function, MethodType) else function

@@ -107,7 +107,7 @@ class Loop:
             self.going = not self.truth(self.answer_until(t, state), "until")
 
     def answer_until(self, t: int, state: State) -> Any:
-        """What `until` says after step t."""
+        """Asks `until` after step t, and returns its answer."""
         assert self.until is not None
         with without_graph():
             return self.until(self.tree_of(state), *self.context_at(t))
@@ -208,7 +208,7 @@ def _set_apart(leaves: State) -> bool:
 
 
 def _cure(answer: Any) -> str:
-    """What to write in the place of a condition of many elements, or of numbers."""
+    """Says what to write in the place of a condition of many elements, or of numbers."""
     if not isinstance(answer, Tensor):
         return "; wrap it with bool(...)" if hasattr(answer, "__bool__") and answer is not None else ""
     if answer.numel() == 1:

@@ -82,7 +82,7 @@ def carrying(*objects: Any, names: Sequence[str] = ()) -> "Carrying":
 
 
 class Carrying:
-    """What `tl.carrying` returns: the loops of tensorloop, with the state of some objects in their carry.
+    """The loops of tensorloop, with the state of some objects in their carry: made by `tl.carrying`.
 
     Args:
         objects, names: as in `tl.carrying`, which checks them; call that.
@@ -276,7 +276,7 @@ class Carrying:
 
 
 def _context_of(options: Mapping[str, Any]) -> tuple[str, ...]:
-    """What a loop's functions get as their last argument."""
+    """Returns the name of the argument that a loop's functions get last; nothing where they get no context."""
     return () if options.get("context") is None else ("context",)
 
 

@@ -35,7 +35,7 @@ Function = Callable[[X], Y] | Callable[[X, Any], Y]
 
 
 class LoopOptions(TypedDict, total=False):
-    """What every loop takes."""
+    """The options that every loop takes."""
 
     checkpoints: Plan
     compile: Compile
@@ -43,7 +43,7 @@ class LoopOptions(TypedDict, total=False):
 
 
 class ScanOptions(LoopOptions, total=False):
-    """What `scan` takes beside a body, an init and xs."""
+    """The options that `scan` takes beside a body, an init and xs."""
 
     dim: int | Dim
     reverse: bool
@@ -53,14 +53,14 @@ class ScanOptions(LoopOptions, total=False):
 
 
 class PackedScanOptions(LoopOptions, total=False):
-    """What `scan` takes over packed xs, beside what its overloads spell out."""
+    """The options that `scan` takes over packed xs, beside those that its overloads spell out."""
 
     dim: int | Dim
     reverse: bool
 
 
 class TensorScanOptions(LoopOptions, total=False):
-    """What `scan` takes over tensors, arrays and ranges, beside what its overloads spell out."""
+    """The options that `scan` takes over tensors, arrays and ranges, beside those that its overloads spell out."""
 
     dim: int
     reverse: bool
@@ -68,7 +68,7 @@ class TensorScanOptions(LoopOptions, total=False):
 
 
 class WhileOptions(LoopOptions, total=False):
-    """What `while_loop` takes beside its functions, an init, `context` and `return_steps`."""
+    """The options that `while_loop` takes beside its functions, an init, `context` and `return_steps`."""
 
     max_steps: int | None
     compact: bool

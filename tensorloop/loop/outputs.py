@@ -58,7 +58,7 @@ class Outputs:
         return leaves
 
     def kind_of(self, leaf: Any, path: str, step: int) -> Any:
-        """What a leaf must be again at every step."""
+        """Returns what must be the same of a leaf at every step."""
         return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
 
     def _begin(self, y: Any, step: int) -> pytree.Tree:

@@ -77,7 +77,7 @@ class PackedSlices(Slices):
         return ActiveRows.known(self.ragged)
 
     def outputs(self) -> "PackedOutputs":
-        """What the ys of this scan go into."""
+        """Returns what collects the ys of this scan."""
         return PackedOutputs(self)
 
 

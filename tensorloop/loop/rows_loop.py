@@ -54,7 +54,7 @@ class ConditionalLoop(Loop):
         return self.taken
 
     def answer(self, t: int, state: State) -> Any:
-        """What the condition says: one bool in whatever shape as a 0-d one, or a row's if the carry has one row.
+        """Asks the condition: one bool comes as a 0-d one, whatever its shape, or by row if the carry has one row.
 
         The latter is no more than to choose what `return_steps` gives: the row stops when the loop does.
         """
@@ -114,7 +114,7 @@ class RowsLoop(Loop):
             self._cut_context(self.taken)
 
     def as_before(self, answer: Any, t: int, what: str) -> Tensor:
-        """What a condition gave, as a bool tensor of the shape that it gave first."""
+        """Returns a condition's answer as a bool tensor of the shape it had first; raises if it is something else."""
         like = self.rows.active
         if isinstance(answer, Tensor) and answer.dtype is torch.bool:
             if here.recorder is None:

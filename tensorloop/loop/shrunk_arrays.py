@@ -36,7 +36,7 @@ class SlotRun(NamedTuple):
 
 
 class _OfFewerRows(Store):
-    """What the two have in common: an inner store that takes all that is not said otherwise."""
+    """A store that hands on to an inner one all that its subclasses do not do themselves."""
 
     __slots__ = ("bulk", "ids", "store")
 

@@ -44,7 +44,7 @@ def put_loop_dim_at(y: Tensor, dim: int) -> Tensor:
 
 
 def kind_of(x: Any) -> Any:
-    """What two leaves have in common that are of one kind. Not words: dynamo compares none that have sizes in them."""
+    """Returns what leaves of one kind have in common. Not words: dynamo compares none that have sizes in them."""
     return (x.shape, x.dtype, x.device) if isinstance(x, Tensor) else describe(x)
 
 

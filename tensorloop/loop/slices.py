@@ -58,7 +58,7 @@ class Slices:
         self._rows = [self._all_rows(x, d) for x, d in self.tensors]
 
     def parted(self) -> tuple["Slices", "Slices"]:
-        """What the first step gets, of at least one, and what the others get. Before `begin`."""
+        """Returns the slices of the first step, of at least one, and those of the others. Before `begin`."""
         if self.length is None:
             return self.between(0, 1), self.between(0, None)
         cut = self.length - 1 if self.reverse else 1
@@ -104,7 +104,7 @@ class Slices:
         return tuple(row.data for row in part.clone(memory_format=torch.contiguous_format).unbind())
 
     def number(self, k: int, t: int) -> int | None:
-        """What step t gets of leaf k, which is no tensor: a number of a range, or None."""
+        """Returns the number that step t gets of leaf k, where that is a range; None where it is none."""
         numbers = self.ranges.get(k)
         return None if numbers is None else numbers[self.index(t)]
 
@@ -117,7 +117,7 @@ class Slices:
         return x.select(dim, self.index(t))
 
     def outputs(self) -> Outputs:
-        """What the ys of this scan go into."""
+        """Returns what collects the ys of this scan."""
         return Outputs(self.dim, self.length)
 
     def step_shape(self, x: Tensor, dim: int) -> list[int]:
@@ -199,7 +199,7 @@ def is_sequence(xs: Any) -> bool:
 
 
 def steps_or_leaves(n: int) -> str:
-    """What to say of a sequence of n tensors that may have been meant as steps."""
+    """Says what to do with a sequence of n tensors that may have been meant as steps."""
     return (
         f"xs is a sequence of {n} tensors, which is a tree: the body gets a slice of each. "
         f"If the tensors themselves are the steps, give torch.stack(xs) or a TensorArray"
@@ -215,7 +215,7 @@ def _no_slots(array: TensorArray) -> Tensor | None:
 
 
 def _cure(x: Any) -> str:
-    """What to write in the place of xs of another kind."""
+    """Says what to write in the place of xs of another kind."""
     if hasattr(x, "__array__"):
         return "Wrap it with torch.as_tensor"
     if isinstance(x, Iterator):

@@ -40,7 +40,7 @@ class Copies:
         self._made: dict[int, tuple[Any, Any, Any]] = {}  # by the id of a tensor: itself, its copy, the copy's version
 
     def of(self, value: Any) -> Any:
-        """What a step may change without that the value changes."""
+        """Returns a copy that a step may change while the value stays as it is; modules and weights are not copied."""
         return value if isinstance(value, nn.Module) else pytree.mapped(self._copy, value, is_large)
 
     def _copy(self, x: Any) -> Any:

@@ -220,7 +220,7 @@ def make_first_inputs(rows: ActiveRows, carry: Sequence[Any]) -> list[Any]:
 
 
 def make_inputs(rows: ActiveRows, t: int, carry: list[Any], last: Sequence[Any]) -> list[Any]:
-    """What the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
+    """Returns what the body gets at step t: the carry, with the last real inputs in rows that have stopped."""
     if rows.all_run_at(t):
         return carry
     mask = rows.mask_at(t)
@@ -297,7 +297,7 @@ def pick_rows(context: Sequence[Any], cut: RowCut, before: Sequence[Any]) -> lis
 
 
 def select_kept(context: Sequence[Any], cut: RowCut) -> list[Any]:
-    """Of leaves that have the rows of the full batch, those that a cut leaves."""
+    """Selects the rows that a cut leaves, from leaves that have those of the full batch."""
     return select(context, cut.ids, host=cut.host_ids)
 
 

@@ -57,7 +57,7 @@ class _Watched:
         self.error = ""
 
     def at(self, T: int) -> Callable[[], torch.Tensor]:
-        """What `growth` calls."""
+        """Returns the function of no arguments that `growth` calls for this T."""
 
         def run() -> torch.Tensor:
             self.error = ""
@@ -84,7 +84,7 @@ class _Watched:
 
 
 def _no_loss(loss: Any) -> str:
-    """What is wrong with a loss; nothing where it serves."""
+    """Says what is wrong with a loss; an empty string where it serves."""
     if not isinstance(loss, torch.Tensor):
         return f"a {type(loss).__name__}" + (f" of {len(loss)}" if isinstance(loss, tuple | list) else "")
     if loss.numel() != 1:
@@ -147,7 +147,7 @@ def _write(options: argparse.Namespace, found: Growth, error: str, above: list[s
 
 
 def _above(found: Growth, limit: float | None) -> list[str]:
-    """What grows faster than the limit: bytes, which repeat themselves, and never time."""
+    """Returns a line for each figure that grows faster than the limit: bytes, which repeat themselves, never time."""
     if limit is None:
         return []
     judged = (("saved", found.bytes, found.marginal), ("peak", found.peaks, found.peak_marginal))

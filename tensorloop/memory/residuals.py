@@ -78,7 +78,7 @@ class Residual:
 
 @dataclass(frozen=True, repr=False)
 class Residuals(Shown):
-    """What a run keeps for its backward pass, most bytes first. `str()` gives a table, a notebook shows a page.
+    """The storages that a run keeps for backward, most bytes first. `str()` gives a table, a notebook shows a page.
 
     Attributes:
         entries: tuple of `Residual`, made by the function.
@@ -303,7 +303,7 @@ class _Noted:
 
 
 def _entries(live: LocatedStorages) -> tuple[Residual, ...]:
-    """What is alive, by line and kind."""
+    """Returns an entry for each line and kind of storage that is alive."""
     refs = [(storage.nbytes(), ref) for ref in live.refs if (storage := ref()) is not None]
     held = held_by_library({ref for n, ref in refs if n and ref.saved_at is None})
     return _merged(

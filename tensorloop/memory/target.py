@@ -23,7 +23,7 @@ _FOREIGN = (
 
 
 class BadInput(Exception):
-    """What the user gave does not serve. The message says it all: nobody needs a traceback."""
+    """An error in what the user gave. The message says it all: nobody needs a traceback."""
 
 
 @contextmanager

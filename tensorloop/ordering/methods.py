@@ -444,7 +444,7 @@ def best(
 
 
 def _choose(problem: Problem, names: list[str]) -> tuple[str, Orders]:
-    """Of equals the first; the natural order comes first."""
+    """Returns the candidate of the fewest blocks, with its name; of equals the first: the natural order comes first."""
     candidates = [("natural", problem.natural())]
     candidates += [(name, orders) for name in names for orders in METHODS[name](problem)]
     if problem.every > 1:  # counted on a part of the rows: the best few are counted in whole

@@ -33,7 +33,7 @@ class Problem(NamedTuple):
 
     @property
     def every(self) -> int:
-        """Of how many rows of blocks one is looked at when candidates are compared."""
+        """Returns n where candidates are compared by each n-th row of blocks alone."""
         return max(1, len(self.graph.indices) // _SAMPLED)
 
     def natural(self) -> Orders:

@@ -111,13 +111,13 @@ def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
 
 @handles
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch says of the values."""
+    """Returns what torch says of the values."""
     return func(input.values, *args, **kwargs)
 
 
 @handles
 def _grad(func: Any, outputs: Any, inputs: Any, grad_outputs: Any = None, **kwargs: Any) -> tuple[Any, ...]:
-    """Of `torch.autograd.grad`: the gradient of a packed input is packed."""
+    """Runs `torch.autograd.grad`: the gradient of a packed input is packed."""
     of, by, along = (x if isinstance(x, (tuple, list)) else (x,) for x in (outputs, inputs, grad_outputs))
     found = func(*([getattr(x, "_memory", x) for x in given] for given in (of, by, along)), **kwargs)
     return tuple(g if g is None or isinstance(x, Tensor) else x._with(g) for x, g in zip(by, found, strict=True))

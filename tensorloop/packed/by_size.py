@@ -28,7 +28,7 @@ _RUNS = HANDLED[SIZES]
 
 
 def run(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the torch function `func` gives for arguments one of which is a ragged size."""
+    """Runs the torch function `func` on arguments one of which is a ragged size."""
     name = getattr(func, "__name__", str(func))
     if name not in _RUNS:
         raise no_number(name)
@@ -67,7 +67,7 @@ def _pack(values: Tensor, dim: Dim) -> Packed:
 
 
 def _make(func: Any, sizes: list[Any], make: Callable[[list[int]], Tensor]) -> Any:
-    """What `make` makes of sizes that are numbers: values where it is packed."""
+    """Makes a tensor of sizes that are numbers by `make`: packed where they are those of rows, else a table."""
     dim = _find_rows(sizes)
     if dim is None:
         return mark_sizes(make(_as_numbers(func, sizes)), sizes)
@@ -75,7 +75,7 @@ def _make(func: Any, sizes: list[Any], make: Callable[[list[int]], Tensor]) -> A
 
 
 def _of_sizes(func: Any, input: Tensor, sizes: list[Any]) -> Any:
-    """What `func` gives for sizes that are no rows', a table."""
+    """Runs `func` with sizes that are not those of rows, and gives a table."""
     if type(input) is RaggedTable:
         return run_for_rows(func, (input, sizes), {})
     return mark_sizes(func(input, _as_numbers(func, sizes)), sizes)
@@ -83,7 +83,7 @@ def _of_sizes(func: Any, input: Tensor, sizes: list[Any]) -> Any:
 
 @handles
 def _fill(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of sizes one by one or in a list, behind a tensor, before a number, or behind the bounds of what is drawn."""
+    """Makes a tensor of sizes one by one or in a list, behind a tensor, before a number, or behind a draw's bounds."""
     name, own = func.__name__, int(func.__name__.startswith("new_"))
     own = len(args) - ("size" not in kwargs) if name == "randint" else own
     last = own + 1 if name in ("full", "new_full", "randint") else len(args)
@@ -117,7 +117,7 @@ def _of_rows(func: Any, *args: Any, **kwargs: Any) -> Any:
 
 @handles
 def _view(func: Any, input: Tensor, *sizes: Any, **kwargs: Any) -> Any:
-    """Of the entries one after another, (N, ...) as (B, T, *F), a packed tensor; of a padded tensor a padded one."""
+    """Gives entries one after another, (N, ...), as a packed (B, T, *F); a padded tensor stays a padded one."""
     given = list(kwargs["shape"]) if "shape" in kwargs else _as_list(sizes)
     x = plain(input)
     given = _count_rows(x, given)

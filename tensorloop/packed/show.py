@@ -17,7 +17,7 @@ def write_text(packed: Any) -> str:
 
 
 def write_html(packed: Any) -> str:
-    """What a packed tensor is, what padding would hold beside it, and how long its rows are."""
+    """Returns HTML that tells what a packed tensor is, what padding would hold, and how long its rows are."""
     lens = packed.lens.tolist()
     padded, values = len(lens) * max([0, *lens]), packed.values
     facts = [

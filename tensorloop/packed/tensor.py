@@ -467,7 +467,7 @@ class PackedTensor(InAutograd):
         return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
 
     def __dir__(self) -> list[str]:
-        """What there is to complete."""
+        """Lists the names that there are to complete."""
         return sorted({*super().__dir__(), *ATTRIBUTES})
 
 

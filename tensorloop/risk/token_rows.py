@@ -28,7 +28,7 @@ class Pairs(NamedTuple):
 
     @property
     def flat(self) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-        """What kernels take: the tokens of a and their offsets, those of b and theirs."""
+        """Returns what kernels take: the tokens of a and their offsets, those of b and theirs."""
         return self.a.values, self.a.offsets, self.b.values, self.b.offsets
 
 

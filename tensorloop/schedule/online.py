@@ -151,7 +151,7 @@ class _Placement:
         return chosen[::-1]
 
     def _prices(self, end: int) -> Iterator[int]:
-        """What the reversal costs more without each snapshot, the last one first, if the loop ends at `end`.
+        """Yields how much more the reversal costs without each snapshot, the last one first, if the loop ends at `end`.
 
         A drop merges two segments and gives every later segment one slot more: `saved` is what that is worth.
         """

@@ -24,7 +24,7 @@ BLOCKS = 512  # of a longer loop; the tables grow with their square
 
 
 class Costs(NamedTuple):
-    """What there is to know of a level, without where it is."""
+    """The slots of a level and the costs of a write and a read there, without where the level is."""
 
     slots: int | None
     write: float
@@ -43,7 +43,7 @@ class Part(NamedTuple):
 
 
 class SweepPlan(NamedTuple):
-    """What a sweep leaves, in blocks but for what is in memory, and the tables for the rest."""
+    """The snapshots that a sweep leaves, in blocks but for those in memory, and the tables for the rest."""
 
     length: int
     size: int  # of a block, in steps
@@ -56,7 +56,7 @@ class SweepPlan(NamedTuple):
         return min(block * self.size, self.length)
 
     def steps(self, *, slower: bool = True) -> list[int]:
-        """Of the sweep's snapshots, or of those in memory."""
+        """Returns the steps of the sweep's snapshots, or of those in memory alone where `slower` is False."""
         at, found = self.length - sum(self.segments), [self.at(part.start) for part in self.parts if slower]
         for length in self.segments:
             found.append(at)

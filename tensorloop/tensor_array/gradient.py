@@ -121,7 +121,7 @@ def _dense(x: Tensor) -> bool:
 
 
 def _gradient_of(grad: Tensor, key: Key, copy: bool) -> Tensor:
-    """What the gradient buffer holds for a value written at `key`."""
+    """Returns what the gradient buffer holds for a value written at `key`."""
     out = take(grad, key)
     if isinstance(key, RowSlots):
         return torch.where(key.mask(out), out, 0)

@@ -24,7 +24,7 @@ Key = int | slice | Tensor | RowSlots
 
 
 def take(values: Tensor, key: Key) -> Tensor:
-    """What `key` selects of (n, *F): a view for a slot or a run, otherwise a copy."""
+    """Returns what `key` selects of (n, *F): a view for a slot or a run, otherwise a copy."""
     return values[as_index(key, values)] if isinstance(key, RowSlots) else values[key]
 
 

@@ -8,7 +8,7 @@ _OTHERS = {"push": "append", "push_back": "append", "set": "write", "get": "read
 
 
 class NoTensor:
-    """What a TensorArray says where somebody takes it for a tensor."""
+    """Refuses what takes an array for a tensor, and says what to write instead."""
 
     __slots__ = ()
 

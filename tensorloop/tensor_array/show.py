@@ -6,7 +6,7 @@ from tensorloop._common import html
 
 
 def write_html(array: Any) -> str:
-    """What an array is, and what it holds of memory."""
+    """Returns HTML that tells what an array is, and what it holds of memory."""
     facts = [
         ("slots", f"{array._length}" + (f", of which {array._holes.count(1)} are holes" if array._holes else "")),
         ("element_shape", str(array.element_shape)),

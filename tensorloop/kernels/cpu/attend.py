@@ -50,7 +50,7 @@ def beam_attend(
 
 
 def _pair(places: Sequence[int]) -> tuple[int, int]:
-    """Of keys and of values, which may be the same."""
+    """Returns the places of keys and of values, which may be the same one; (0, 0) where there are none."""
     return (places[0], places[-1]) if places else (0, 0)
 
 

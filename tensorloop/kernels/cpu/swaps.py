@@ -124,7 +124,7 @@ def _propose(random: Any, graph: Any, part: Any, member: Any) -> Any:
 
 @compiled
 def _tally(graph: Any, part: Any, u: int, v: int, move: int, room: Any) -> Any:
-    """What u and v see, and are seen by, of each block: rows of `table`, those listed in `seen`.
+    """Counts the edges of u and v to and from each block, in rows of `table`: those of the blocks listed in `seen`.
 
     Gives how many are listed, how many edges join u and v, and by how many edges to itself v has more than u.
     """
@@ -172,7 +172,7 @@ def _tally(graph: Any, part: Any, u: int, v: int, move: int, room: Any) -> Any:
 
 @compiled
 def _corners(table: Any, p: int, q: int, joined: int, own: int) -> Any:
-    """What a swap of u in p and v in q adds to the pairs inside p, inside q, from p to q and from q to p."""
+    """Returns what a swap of u in p and v in q adds to the pairs inside p, inside q, from p to q and from q to p."""
     pp = table[p, 2] + table[p, 3] - joined - table[p, 0] - table[p, 1] + own
     qq = table[q, 0] + table[q, 1] - joined - table[q, 2] - table[q, 3] - own
     pq = table[q, 2] + table[p, 1] + joined - table[q, 0] - table[p, 3]
@@ -188,7 +188,7 @@ def _step(cost: Any, pairs: int, by: int) -> Any:
 
 @compiled
 def _weigh(pairs: Any, table: Any, seen: Any, number: int, corners: Any, cost: Any, symmetric: bool) -> Any:
-    """What a swap adds to the cost."""
+    """Returns what a swap adds to the cost."""
     p, q = corners[2][0], corners[2][1]
     delta = np.float32(0)
     for i in range(2, number):

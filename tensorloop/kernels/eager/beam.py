@@ -86,7 +86,7 @@ def beam_pool(
 def beam_chosen(
     parents: Tensor, tokens: Tensor, ids: Tensor | None, vocabulary: int, eos_id: int
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """What a step of the rows `ids` in the batch (of all where None) needs of its decisions (B, K).
+    """Returns what a step of the rows `ids` in the batch (of all where None) needs of its decisions (B, K).
 
     Tokens (b, K), places of the parents in flat (b, K), and in flat log-probabilities (b, K, V) for each row those of
     the tokens, then those of every end.

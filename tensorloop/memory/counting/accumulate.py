@@ -59,7 +59,7 @@ def _holders(args: tuple[Any, ...]) -> Holders:
 
 @functools.cache
 def holders_of_a_sum() -> Holders | None:
-    """What `_holders` gives, in a handler, of a sum that the engine alone holds: seen in a small backward.
+    """Returns what `_holders` gives for a sum that only the engine holds: seen in a handler of a small backward.
 
     In a thread of its own, where no mode is on.
     """

@@ -33,7 +33,7 @@ _PYTHON = os.path.join(sysconfig.get_path("stdlib"), "")
 
 
 class Line:
-    """What is alive of one line, in all its operations."""
+    """Counts the bytes of one line that are alive now, and the most that ever were, over all its operations."""
 
     __slots__ = ("most", "now", "site")
 
@@ -202,7 +202,7 @@ class Finder:
         return ".".join(self._name(a, b) or type(b).__name__ for a, b in pairwise([caller, *modules]))
 
     def _name(self, outer: Any, inner: Any) -> str:
-        """What a module calls a part of it; nothing where it is none."""
+        """Returns the name by which a module holds a part of it; an empty string where it holds no such part."""
         if not isinstance(outer, torch.nn.Module):
             return ""
         name = self._names.get(id(outer), {}).get(id(inner), "")

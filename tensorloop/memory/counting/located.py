@@ -139,7 +139,7 @@ class LocatedStorages(LiveStorages):
 
     @property
     def refs(self) -> list[StorageRef]:
-        """Of the storages alive now."""
+        """Returns the references to all storages that are alive now."""
         return list(self._refs.values())
 
     @property
@@ -148,7 +148,7 @@ class LocatedStorages(LiveStorages):
         return self._now
 
     def find(self, key: "weakref.ref[torch.UntypedStorage]") -> StorageRef | None:
-        """What is known of a storage; None where it is older."""
+        """Returns what is known of a storage; None where it is older."""
         return self._refs.get(key)
 
     def at_peak(self, place: OperationBytes) -> int:
@@ -157,5 +157,5 @@ class LocatedStorages(LiveStorages):
 
 
 def operation_name(func: Any) -> str:
-    """What PyTorch calls an operation: `tanh`, `addmm`; with its library where that is not PyTorch's own."""
+    """Returns PyTorch's name of an operation: `tanh`, `addmm`; with its library where that is not PyTorch's own."""
     return func._schema.name.removeprefix("aten::")

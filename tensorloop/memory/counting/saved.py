@@ -13,7 +13,7 @@ from tensorloop.memory.counting.storages import LiveStorages, collector_off, sto
 
 @dataclass(frozen=True)
 class Saved:
-    """What one run of a function keeps alive for its backward pass, in bytes of unique storages.
+    """The bytes that one run of a function keeps alive for its backward pass, in unique storages.
 
     Attributes:
         bytes: int, made by the function and held by the graph of its result, or by anything else that outlives the run.
@@ -50,7 +50,7 @@ def must_be_function(fn: Any, name: str) -> None:
 
 
 def graph_of(result: Any) -> list[Any]:
-    """What keeps the graph of a result alive without its tensors; what is no tensor, itself."""
+    """Returns what keeps the graph of a result alive without its tensors; what is no tensor comes as it is."""
     # An edge, not the node: in torch 2.11 the node of a Python function dies with its outputs, whoever holds it.
     edge = torch.autograd.graph.get_gradient_edge
     leaves = tree_leaves(result)

@@ -169,7 +169,7 @@ class LiveStorages(MemoryMode):
 
 @functools.cache
 def kind_of(func: Any) -> int:
-    """What an operation can do to the storages of the strided tensors that it returns.
+    """Classifies an operation by what it can do to the storages of the strided tensors that it returns.
 
     `SAME`: they are those of arguments (a view, a change in place). `FRESH`: they are new, or those of arguments that
     are returned as they came. `LIFT`: memory made without an operation (torch.tensor, from_numpy) is announced, so an

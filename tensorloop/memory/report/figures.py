@@ -14,7 +14,7 @@ _TOLD = 12  # lines that grow faster than T, told one by one: a deep model has t
 
 @dataclass(frozen=True, repr=False)
 class LineGrowth:
-    """What one line makes at several T, and the powers of T that its bytes follow.
+    """The bytes that one line makes at several T, and the powers of T that they follow.
 
     Exponents are free of constant terms where there are three sizes or more: see `Growth.marginal`.
 

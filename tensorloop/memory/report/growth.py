@@ -11,7 +11,7 @@ if TYPE_CHECKING:
 
 
 class Growth(Figures, Shown):
-    """What `growth` measured: bytes at several sizes, and the power of T that they follow.
+    """The figures that `growth` measured: bytes at several sizes, and the power of T that they follow.
 
     `str()` gives a table, a notebook shows a report. What stands after `marginal` is empty where `growth` was given
     `measure`, and not compared by ==.

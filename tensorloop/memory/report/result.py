@@ -94,7 +94,7 @@ class Shown(ABC):
         return f"<{self._name}: {self._summary()}>"
 
     def _repr_html_(self) -> str:
-        """What a notebook shows."""
+        """Returns the HTML that a notebook shows."""
         return fragment(self._body())
 
 

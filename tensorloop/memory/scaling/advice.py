@@ -102,7 +102,7 @@ KEPT = (
 
 
 def advice(parts: Mapping[LineOperation, int], code: str, keeps: bool) -> str | None:
-    """What to write instead.
+    """Says what to write instead of a line that grows faster than T; None where nothing is known.
 
     Args:
         parts: the operations of a line that grow faster than T, and their bytes at the largest T.

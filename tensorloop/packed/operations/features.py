@@ -66,7 +66,7 @@ def _needs_features(p: Packed, n: int) -> None:
 
 @handles
 def _matmul(func: Any, input: Any, other: Any) -> Any:
-    """Of matrices in the feature dims; a matrix for each row pads, with a PackedFallbackWarning."""
+    """Multiplies by matrices in the feature dims; a matrix for each row pads, with a PackedFallbackWarning."""
     if func.__name__ == "__rmatmul__":
         input, other = other, input
     if is_packed(input) and is_packed(other):

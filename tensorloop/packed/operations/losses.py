@@ -35,7 +35,7 @@ def _loss(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **
 
 @handles
 def _classes(func: Any, input: Any, target: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-    """Of classes in dim 2 of (B, T*, V, *F) and targets (B, T*, *F), or (B, T*, V, *F) probabilities."""
+    """Gives losses of classes in dim 2 of (B, T*, V, *F), for targets (B, T*, *F) or probabilities of that shape."""
     if not (is_packed(input) and is_packed(target)):
         raise refusal("input and target must both be packed", "pack the other: pack_padded(x, p.lens)")
     check_same_rows(input, target)
@@ -58,7 +58,7 @@ def _ctc_loss(
     reduction: str = "mean",
     zero_infinity: bool = False,
 ) -> Tensor:
-    """Of log-probabilities (B, T*, V) and targets (B, S*), packed, padded or one row after another."""
+    """Computes the CTC loss of (B, T*, V) log-probabilities; targets (B, S*) are packed, padded or row after row."""
     if not is_packed(log_probs):
         raise refusal("its log_probs are not packed", "pack them, or pass the padded targets")
     if log_probs.ndim != 3:

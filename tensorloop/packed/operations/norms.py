@@ -51,7 +51,7 @@ def _power(size: Tensor, p: float) -> Tensor:
 def _linalg_norm(
     func: Any, A: Any, ord: Any = None, dim: Any = None, keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """Of vectors along any dim; of matrices over two feature dims."""
+    """Gives norms of vectors along any dim, or of matrices over two feature dims."""
     dims = find_dims(A, dim)
     if len(dims) == 1 or ord is None:
         return _norm(func, A, ord, dims, keepdim, dtype)
@@ -62,7 +62,7 @@ def _linalg_norm(
 def _matrix_norm(
     func: Any, A: Any, ord: Any = "fro", dim: Any = (-2, -1), keepdim: bool = False, *, dtype: Any = None
 ) -> Any:
-    """Of matrices over two feature dims."""
+    """Gives norms of matrices over two feature dims."""
     dims = find_dims(A, dim)
     if len(dims) != 2 or {0, 1} & set(dims):
         raise refusal(f"a norm of matrices over dims {dims} of {A.shape}", "give two feature dims, dim 2 and up")

@@ -151,7 +151,7 @@ def _is_table(input: Any, dim: Any, index: Any) -> bool:
 
 
 def _pick_from_table(table: Tensor, index: Packed) -> Packed:
-    """Of an ordinary table (B, L), by a packed index (B, T*): of each row at its own places."""
+    """Picks from an ordinary table (B, L) by a packed index (B, T*): each row of it from the same row of the table."""
     rows, size = index._dim._row_ids, table.shape[1]
     if len(table) != len(index._dim):
         raise WrongValue(f"a table of {len(table)} rows, an index of {len(index._dim)}")

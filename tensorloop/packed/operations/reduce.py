@@ -180,7 +180,7 @@ def _find_best(p: Packed, d: int, which: str) -> tuple[Tensor, Tensor]:
 
 @handles
 def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Of an empty row -inf; integers count as torch's default dtype."""
+    """Gives the log of the sum of exponentials: -inf for an empty row; integers count as torch's default dtype."""
 
     def reduce(s: Segments) -> Tensor:
         whole = _complex_logsumexp if s.values.is_complex() else segment_reduce.logsumexp

@@ -75,7 +75,7 @@ def _run_row_by_row(
 
 @handles
 def _recurrent_time_first(func: Any, input: Any, *rest: Any) -> Any:
-    """Of (T*, B, F), by a layer without batch_first."""
+    """Runs a recurrent layer without batch_first on (T*, B, F)."""
     batch_first = rest[-1]
     if not isinstance(input, PackedView):
         raise refusal("only the state is packed", "a state is (layers, B, H)")
@@ -134,7 +134,7 @@ def _pack(func: Any, input: Any, lengths: Any, batch_first: bool) -> tuple[Tenso
 
 @handles
 def _pack_time_first(func: Any, input: Any, lengths: Any, batch_first: bool) -> tuple[Tensor, Tensor]:
-    """Of (T*, B, *F)."""
+    """Packs (T*, B, *F) for `pack_padded_sequence` without batch_first."""
     if not isinstance(input, PackedView) or batch_first or layout_of(input)[:2] != (1, 0):
         raise refusal("the input is no (T*, B, *F)", "pack (B, T*, *F) with batch_first=True")
     return dispatch(func, (input.packed, lengths, True), {})

@@ -46,7 +46,7 @@ def _gives_view(p: Packed, key: Any) -> bool:
 
 
 def _find_beside(value: Any, there: Any) -> Any:
-    """What is written, as it goes beside what is there."""
+    """Returns what is written, as it goes beside what is there."""
     if is_packed(value):
         if not is_packed(there):
             raise refusal("a packed tensor in the place of an ordinary one", "index it the same way")

@@ -313,7 +313,7 @@ def _check_lengths(lens: Any, check: bool | None) -> Tensor:
 
 
 def _lengths_of(lens: Any) -> str:
-    """What to write in the place of lens of another kind."""
+    """Says what to write in the place of lens of another kind."""
     if isinstance(lens, Tensor):
         if lens.dtype is torch.bool and lens.dim() == 2:
             return "; the lengths of a mask are mask.sum(1)"
@@ -338,7 +338,7 @@ def as_dim(lens: Any, check: bool | None = None) -> Dim:
 
 
 def unchanged(x: Tensor, what: str) -> Tensor:
-    """What a packed tensor hands out of its dim as `what`, unless somebody wrote to it."""
+    """Returns what a packed tensor hands out of its dim as `what`; raises if somebody wrote to it."""
     if not torch.compiler.is_compiling() and read_version(x):
         raise RuntimeError(
             f"PackedTensor.{what}: what it gave was changed in place, which changes no rows; clone() it before, and "
@@ -348,7 +348,7 @@ def unchanged(x: Tensor, what: str) -> Tensor:
 
 
 def describe_difference(a: Dim, b: Dim, what: str = "") -> WrongValue:
-    """What is said of packed tensors whose lengths are not the same: the first row that differs."""
+    """Returns the error for packed tensors whose lengths are not the same: it names the first row that differs."""
     what = f"{what}: packed tensors" if what else "packed tensors"
     if len(a) != len(b):
         return WrongValue(f"{what} of {len(a)} and {len(b)} rows")

@@ -27,7 +27,7 @@ _is_size_of = late("packed.table.heads_as_rows", "is_size_of")
 
 
 def no_number(name: str, why: str = _WRITE) -> TypeError:
-    """What is said to who takes a ragged size for a number; `name` is what was asked for."""
+    """Returns the error for code that takes a ragged size for a number; `name` is what it asked for."""
     return TypeError(f"{name.strip('_')}: {why}")
 
 
@@ -53,7 +53,7 @@ class NoNumber:
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:
-        """What torch makes by sizes; all else is refused. torch asks here before it says that this is no int."""
+        """Runs what makes tensors by sizes; all else is refused. torch asks here before it says that this is no int."""
         return _run(func, args, kwargs or {})
 
     def __array_ufunc__(self, ufunc: Any, *args: Any, **kwargs: Any) -> NoReturn:
@@ -175,7 +175,7 @@ class RaggedSize(NoNumber):
         return not any(x is self for x in (index if isinstance(index, tuple) else (index,)))
 
     def _agreed(self, name: str, compare: Callable[[Any, Any], Any], other: Any) -> bool:
-        """What all rows answer, and the longest, which is 0 where there are no rows.
+        """Returns the answer of all rows, or of the longest, which is 0 where there are no rows.
 
         Whether there is a step at all, or more than one, is asked of the padded tensor, by a model that has a way for
         decoders beside one for sequences: the longest row answers.

@@ -20,7 +20,7 @@ from tensorloop.packed.table.layout import layout_of, see, unwrap
 
 @handles
 def matmul(func: Any, input: Any, other: Any) -> Any:
-    """Of the last two dims: queries with keys give scores, scores with values what the queries see."""
+    """Multiplies over the last two dims: queries with keys give scores, scores with values what the queries see."""
     x, y = (other, input) if func.__name__ == "__rmatmul__" else (input, other)
     for operand in (x, y):
         if not isinstance(operand, (Tensor, Packed, PackedView)) or operand.dim() < 2:
@@ -92,7 +92,7 @@ def _of_features(x: Any, y: Any) -> Any:
 
 @handles
 def bmm(func: Any, input: Any, mat2: Any) -> Any:
-    """Of three dims each, the batch first."""
+    """Multiplies batches of matrices, of three dims each, the batch first."""
     for x in (input, mat2):
         if x.dim() != 3:
             raise WrongValue(f"it takes three dims, got {tuple(x.shape)}")

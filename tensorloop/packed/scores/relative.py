@@ -27,7 +27,7 @@ _NEXT = (
 
 
 class SkewedRows:
-    """What stands between a padded x (B, *lead, T*, 2 T) and its shifted columns, after `step` of the steps."""
+    """The stages between a padded x (B, *lead, T*, 2 T) and its shifted columns: this one is after `step` steps."""
 
     def __init__(self, x: PackedView, step: int) -> None:
         self._x, self._step = x, step

@@ -135,7 +135,7 @@ def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool
 
 @handles
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch says of the values."""
+    """Returns what torch says of the values."""
     return func(input.flat, *args, **kwargs)
 
 
@@ -191,7 +191,7 @@ def rows_of(x: PackedScores) -> list[Any]:
 
 
 def _give(out: Any, input: PackedScores) -> Any:
-    """What comes of each query's keys: scores again, or a number for each query, (B, *lead, T*)."""
+    """Returns what came of each query's keys: scores again, or a number for each query, (B, *lead, T*)."""
     if isinstance(out, Packed):
         return input.alike(out.values)
     if isinstance(out, tuple):
@@ -217,12 +217,12 @@ def turn(x: PackedScores) -> PackedScores:
 
 
 def per_row(x: PackedScores, run: Any) -> Any:
-    """What `run` makes of the scores of each row, whose last two dims stay ragged."""
+    """Runs `run` on the scores of each row, whose last two dims stay ragged."""
     return collect([run(row) for row in rows_of(x)], x)
 
 
 def collect(rows: list[Any], x: PackedScores, ragged: int = 2) -> Any:
-    """What came of each row of x, a tensor or several; the last `ragged` dims are as long as each row has them."""
+    """Joins what came of x's rows, one tensor or several; the last `ragged` dims are as long as each row has them."""
     if not isinstance(rows[0], Tensor):
         return type(rows[0])([collect(list(parts), x, ragged) for parts in zip(*rows, strict=True)])
     if ragged and not len(x.rows):  # the one row stands for none

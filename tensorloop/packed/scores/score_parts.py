@@ -45,7 +45,7 @@ def _keep_triangle(func: Any, input: Any, diagonal: int = 0) -> Any:
 
 @handles
 def _diagonal(func: Any, input: Any, offset: int = 0, dim1: int = 0, dim2: int = 1) -> Any:
-    """Of queries and keys, as the last dim, as long as each row has it."""
+    """Gives the diagonals over queries and keys as the last dim, as long as each row has them."""
     dims = input.find(dim1), input.find(dim2)
     if sorted(dims) != [-2, -1]:
         raise refusal(f"dims {dim1} and {dim2} of {input.shape}", "give the last two: x.diagonal(0, -2, -1)")

@@ -144,7 +144,7 @@ def _loss(func: Any, input: Any, target: Any, *, reduction: str = "mean", **kwar
 
 @handles
 def _classes(func: Any, input: Any, target: Any, weight: Any = None, *, reduction: str = "mean", **kwargs: Any) -> Any:
-    """Of classes in dim 2 of (B, T*, V, *F) and targets (B, T*, *F), or (B, T*, V, *F) probabilities."""
+    """Gives losses of classes in dim 2 of (B, T*, V, *F), for targets (B, T*, *F) or probabilities of that shape."""
     _refuse_old(kwargs)
     check_rows(input, target)
     if input.ndim < 3:

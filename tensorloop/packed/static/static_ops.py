@@ -26,7 +26,7 @@ _RUNS = HANDLED[STATIC]
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the torch function `func` gives for these arguments, one of them static; errors begin with its name."""
+    """Runs the torch function `func` on these arguments, one of them static; errors begin with its name."""
     name, called, by_entry = facts(func)
     try:
         given = (*args, *kwargs.values())
@@ -57,7 +57,7 @@ def facts(func: Any) -> tuple[str, str, bool]:
 
 
 def refuse(name: str) -> WrongType:
-    """What is said of an operation that has no static form."""
+    """Returns the error for an operation that has no static form."""
     return lacks(name, STATIC) or refusal("it is not there for packed tensors of static shape", _WHOLE)
 
 

@@ -67,7 +67,7 @@ def _count(p: Any, dims: tuple[int, ...]) -> int:
 
 @handles
 def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, initial: float | None = None) -> Any:
-    """Of an empty row `initial`; without it -inf, or the least number of an integer dtype (for amin the other end)."""
+    """Returns `initial` for an empty row; without it -inf, or the least of an integer dtype (amin: the other end)."""
     name, values = func.__name__, input.values
     if values.dtype is torch.bool:
         raise refusal("of bools", "use any or all")
@@ -91,7 +91,7 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
 
 @handles
 def _any(func: Any, input: Any, dim: Any = None, keepdim: bool = False) -> Any:
-    """Of an empty row False, and all of it True."""
+    """Returns False for an empty row; `all` returns True."""
     found = input.values != 0 if func.__name__ == "any" else input.values == 0
     count = sum_or_mean(torch.sum, input._with(found), dim, keepdim)
     return count > 0 if func.__name__ == "any" else count == 0
@@ -120,7 +120,7 @@ def _log_total(rows: Any, shifted: Tensor) -> Tensor:
 
 @handles
 def _logsumexp(func: Any, input: Any, dim: Any, keepdim: bool = False) -> Any:
-    """Of an empty row -inf."""
+    """Returns -inf for an empty row."""
     rows = input._rows
 
     def over_rows(values: Tensor) -> Tensor:

@@ -83,7 +83,7 @@ class StaticRows:
         return torch.where(inside.view(-1, *[1] * (picked.dim() - 1)), picked, picked.new_zeros(()))
 
     def align(self, x: Tensor, ndim: int) -> Tensor:
-        """What broadcasts to (B, max_len, *F) of `ndim` dims as what broadcasts to (N, *F)."""
+        """Turns what broadcasts to (B, max_len, *F) of `ndim` dims into what broadcasts to (N, *F)."""
         if x.dim() <= ndim - 2:
             return x
         if x.dim() == ndim - 1:

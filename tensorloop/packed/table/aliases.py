@@ -66,7 +66,7 @@ class _Strides(NamedTuple):
     offset: int
 
     def see(self, numbers: Tensor, other: "_Strides") -> Tensor:
-        """Of numbers that stand at this place those that stand at another place of the same memory."""
+        """Returns the numbers at another place of the same memory, from those that stand at this place."""
         ends = (
             1 + at.offset + sum((n - 1) * k for n, k in zip(at.size, at.stride, strict=True)) for at in (self, other)
         )
@@ -108,7 +108,7 @@ class _TakenFrom:
 
     @property
     def places(self) -> Tensor:
-        """What `find` gives."""
+        """Returns what `find` gives, and calls it only once."""
         if self._places is None:
             with torch.no_grad():
                 self._places = self._find()
@@ -166,7 +166,7 @@ def changed(x: Tensor, since: int | None = None, but: _Copy | None = None) -> No
 
 
 def watch(args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Tensor, int | None] | None:
-    """What a function may change in place, as `changed` takes it; None where nothing was taken from anything."""
+    """Returns what a function may change in place, as `changed` takes it; None if nothing was taken from anything."""
     given = _tensors(args[0] if args else kwargs.get("input")) if _COPIES else None
     if not given:
         return None

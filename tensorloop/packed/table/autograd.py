@@ -129,7 +129,7 @@ def _find_forwards() -> dict[CodeType, type[torch.autograd.Function]]:
 
 
 def _read_arguments(frame: FrameType) -> list[Any]:
-    """What a Function's forward was called with, one by one."""
+    """Returns the arguments with which a Function's forward was called, one by one."""
     names, more, _ = inspect.getargs(frame.f_code)  # `apply` hands on no keywords
     values = frame.f_locals
     given = [values.get(name) for name in names]

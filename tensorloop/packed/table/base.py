@@ -71,7 +71,7 @@ def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str
 
 
 def not_in_place(name: str) -> Misuse:
-    """What is said where an ordinary tensor was to be changed; after a TypeError Python would go on with x = x + p."""
+    """Returns the error for changing an ordinary tensor in place; after a TypeError Python would run x = x + p."""
     return Misuse(f"a padded tensor cannot be changed in place by a packed one; write x = {name.strip('_')}(x, p)")
 
 
@@ -166,7 +166,7 @@ def check_same_rows(first: Packed, other: Packed, what: str = "") -> None:
 
 
 def refusal(why: str, instead: str) -> WrongType:
-    """What is said of an operation that a packed tensor does not take."""
+    """Returns the error for an operation that a packed tensor does not take."""
     return WrongType(f"{why}; {instead}")
 
 

@@ -164,7 +164,7 @@ def _is_multiple(n: int, total: int) -> bool:
 
 
 def _cut(x: Merged, name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What sizes (B, -1, *F) are of entries in order, packed; None for others, which torch may make."""
+    """Returns entries in order, packed by sizes (B, -1, *F); None for other sizes, which torch may make."""
     sizes = _read_sizes(x, name, args, kwargs)
     if len(sizes) < 2:
         return None

@@ -92,7 +92,7 @@ def mark_sizes(x: Tensor, sizes: Any) -> Tensor:
 
 
 def _run_by_entry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Tensor | None:
-    """What a function that treats entries alike gives; None where its result has other dims."""
+    """Runs a function that treats entries alike; gives None where its result has other dims."""
     given = [x for x in (*args, *kwargs.values()) if isinstance(x, Tensor)]
     places: dict[int, Dim] = {}
     for place, dim in ((place, dim) for x in given if type(x) is RaggedTable for place, dim in x.rows.items()):
@@ -112,7 +112,7 @@ def _run_by_entry(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> T
 
 
 def run_for_rows(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What a function gives for tables and sizes among its arguments, where every row has the beginning of it."""
+    """Runs a function on tables and sizes, where every row has the beginning of what the longest has."""
     name, given, leaves = func.__name__, (args, kwargs), list[Any]()
     _mapped(leaves.append, given)
     in_place = name == "__setitem__" or (name.endswith("_") and not name.endswith("__"))
@@ -165,7 +165,7 @@ class _Rows:
         self.others = [lens for lens in dict.fromkeys(self.rows) if lens != self.longest]
 
     def each(self, run: Callable[[tuple[int, ...]], Any], first: int | None = None) -> list[Any]:
-        """What rows of the other lengths have alone, or of the `first` of these."""
+        """Returns what rows of the other lengths have alone, or only of the `first` of these."""
         try:
             return self.alone(run, self.others[:first])
         except WrongValue:
@@ -175,7 +175,7 @@ class _Rows:
             return self.each(run, first)
 
     def alone(self, run: Callable[[tuple[int, ...]], Any], wanted: list[tuple[int, ...]]) -> list[Any]:
-        """What rows of these lengths have alone."""
+        """Returns what rows of these lengths have alone."""
         with torch.no_grad():
             try:
                 return [run(lens) for lens in wanted]
@@ -234,7 +234,7 @@ class _Rows:
         return None if few else max(self.dims, key=len)._derive(lambda _: lens)
 
     def refusal(self) -> WrongValue:
-        """What is said where rows alone would have other numbers."""
+        """Returns the error for a table of which a row alone would have other numbers."""
         return WrongValue(
             f"of a table that is made by T, a row of {self.others[0][0]} entries alone would have other numbers than "
             f"the longest of {self.longest[0]}; write p.max_len, p.lens or p.positions for what rows have, or make "

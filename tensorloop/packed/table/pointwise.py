@@ -110,7 +110,7 @@ def refuse_array(x: Any) -> None:
 
 
 def _open(x: Any) -> Any:
-    """What a packed tensor of one row stands for, (1, T, *F): it broadcasts as that to sizes that are no rows'."""
+    """Returns a packed tensor of one row as (1, T, *F): it broadcasts as that to sizes that are not those of rows."""
     return x.values.unsqueeze(0) if is_packed(x) else x
 
 

@@ -19,18 +19,18 @@ _BEGINNINGS: dict[str, str] = {
 
 
 def advice(name: str) -> str | None:
-    """What to use in place of the torch function or attribute of this name; None where only the general holds."""
+    """Says what to use in place of the torch function or attribute of this name; None where only the general holds."""
     found = TABLE.get(name)
     if found is not None and isinstance(cure := found.runs.get(ROWS), Lacks):
         return cure.cure
     if found is not None and CHANNELS in found.runs and found.kind == LAYER:
         return CONV
-    found = next((text for start, text in _BEGINNINGS.items() if name.startswith(start)), None)
-    return FLATTEN.format(name=name) if found is None and name.endswith("_loss") else found
+    begins = next((text for start, text in _BEGINNINGS.items() if name.startswith(start)), None)
+    return FLATTEN.format(name=name) if begins is None and name.endswith("_loss") else begins
 
 
 def unsupported(name: str, otherwise: str | None = None) -> WrongType:
-    """What is said of an operation that packed tensors do not take; `otherwise` where there is no advice."""
+    """Returns the error for an operation that packed tensors do not take; without advice it says `otherwise`."""
     instead = advice(name) or otherwise
     if instead is not None:
         return refusal(WHY, instead)

@@ -30,7 +30,7 @@ def _stft(
     return_complex: bool | None = None,
     align_to_window: bool | None = None,
 ) -> Reordered:
-    """Of signals (B, T*): (B, frequencies, frames*), complex. Rows are padded by themselves, empty ones stay empty."""
+    """Gives complex spectra (B, frequencies, frames*) of (B, T*); each row is padded alone, empty ones stay empty."""
     check_only_first(input, window)
     n_fft = arguments.as_int(n_fft, "n_fft")
     hop = n_fft // 4 if hop_length is None else arguments.as_int(hop_length, "hop_length")

@@ -129,7 +129,7 @@ class Reordered(PackedView):
         return iter(self.unbind(0))
 
     def __repr__(self) -> str:
-        """What it is a view of."""
+        """Says of which packed tensor this is a view, and where its batch and its ragged dim are."""
         return f"Reordered({self.packed!r}, batch={self.batch}, time={self.time})"
 
     def __bool__(self) -> bool:
@@ -164,7 +164,7 @@ torch.serialization.add_safe_globals([Reordered, (Reordered, "tensorloop.packed.
 
 
 def _way_back(x: PackedView) -> str:
-    """What to write for the packed tensor itself."""
+    """Says what to write to get the packed tensor itself."""
     layout = layout_of(x)
     if layout.batch == 0:
         return f"x.transpose(1, {layout.time})" if layout.time == 2 else f"x.movedim({layout.time}, 1)"
@@ -178,7 +178,7 @@ _pytree.register_pytree_node(
 
 @handles
 def _ctc_loss(func: Any, log_probs: Any, *args: Any, **kwargs: Any) -> Tensor:
-    """Of log-probabilities (T*, B, V), as torch's is."""
+    """Computes the CTC loss of log-probabilities (T*, B, V), the order that torch's own takes."""
     if not isinstance(log_probs, PackedView):
         raise refusal("its log_probs are not packed", "pack them, or pass the padded targets")
     if layout_of(log_probs)[:2] != (1, 0):
@@ -206,13 +206,13 @@ _sdpa, _multihead = late("attention.sdpa", "forward"), late("attention.multihead
 
 @handles
 def _attend(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of (B, heads, T*, D): queries see the keys of their own row, by `tensorloop.attention`."""
+    """Attends over (B, heads, T*, D) by `tensorloop.attention`: queries see the keys of their own row."""
     return _sdpa(func, *args, **kwargs)
 
 
 @handles
 def _attend_in_heads(func: Any, *args: Any, **kwargs: Any) -> Any:
-    """Of (T*, B, E), as `nn.MultiheadAttention` calls it."""
+    """Attends over (T*, B, E) with many heads, as `nn.MultiheadAttention` calls it."""
     return _multihead(func, *args, **kwargs)
 
 
@@ -224,7 +224,7 @@ def _is_left_aligned(func: Any, *args: Any) -> bool:
 
 @handles
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """What torch says of the values."""
+    """Returns what torch says of the values."""
     return func(input.packed.values, *args, **kwargs)
 
 
