@@ -1,7 +1,7 @@
 """The shape of each room: how many boxes stand in it, on how many floors, with how many arrows between them.
 
-A box is a file or a folder at one level; an arrow goes from a box to one that it imports; boxes on one floor import none
-of each other. Bounds may be lowered as a room gets simpler; what raises one says why in docs/decisions/.
+A box is a file or a folder at one level; an arrow goes from a box to one that it imports; boxes on one floor do not
+import each other. Bounds may be lowered as a room gets simpler; what raises one says why in docs/decisions/.
 """
 
 import pytest

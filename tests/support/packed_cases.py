@@ -277,6 +277,7 @@ PACKED: dict[str, list[Case]] = {
 NO_ROWS: dict[str, str] = {
     **dict.fromkeys(("equal", "allclose", "_nested_tensor_from_mask_left_aligned"), "one bool of all rows"),
     "item": "of one number alone",
+    "__setitem__": "in place, and gives nothing; tests of its own",
     "_pack_padded_sequence": "its result is in the order of time, and no packed tensor; a test of its own",
     "msort": "refused: it sorts along the batch dim",
     "masked_select": "the numbers of all rows in one tensor; a test of its own",

@@ -8,7 +8,9 @@ from torch import Tensor
 from tensorloop.packed.operations.index import find_mask, getitem
 from tensorloop.packed.table.aliases import changed, is_same, put
 from tensorloop.packed.table.base import Packed, is_packed, refusal
+from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.pointwise import align, check_partner
+from tensorloop.packed.table.untaken import WHY, WRITTEN
 
 
 def setitem(p: Packed, key: Any, value: Any) -> None:
@@ -32,6 +34,14 @@ def setitem(p: Packed, key: Any, value: Any) -> None:
         places = there.values if is_packed(there) else there
         put(p.values, places, torch.as_tensor(_find_beside(value, there), dtype=p.values.dtype, device=p.values.device))
     changed(p.values)
+
+
+@handles
+def _write(func: Any, input: Any, key: Any, value: Any) -> None:
+    """p[key] = value; an ordinary tensor is not written to at packed places."""
+    if not is_packed(input):
+        raise refusal(WHY, WRITTEN)
+    setitem(input, key, value)
 
 
 def _gives_view(p: Packed, key: Any) -> bool:

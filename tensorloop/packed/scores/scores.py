@@ -15,8 +15,9 @@ from tensorloop._common.errors import WrongIndex, WrongType, named
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.size import RaggedSize
 from tensorloop.packed.table.aliases import mark
-from tensorloop.packed.table.base import Packed, PackedView, add_operators
-from tensorloop.packed.table.dispatch import dispatch, is_taken
+from tensorloop.packed.table.any_order import AnyOrder
+from tensorloop.packed.table.base import Packed
+from tensorloop.packed.table.dispatch import dispatch
 from tensorloop.packed.table.heads_as_rows import multiply
 from tensorloop.packed.table.refusals import no_attribute
 from tensorloop.packed.table.row import SCORES
@@ -24,14 +25,12 @@ from tensorloop.packed.table.row import SCORES
 INSTEAD = "take the rows, x.unbind(), or x.pad(); heads are mixed by torch.einsum('bhij,hg->bgij', x, w)"
 
 
-class PackedScores(PackedView):
+class PackedScores(AnyOrder):
     """(B, *lead, T*, S*): `flat` has for each row its scores (*lead, T_b, S_b); queries' rows and keys' may differ."""
 
     __slots__ = ("_like", "columns", "flat", "lead", "rows")
 
     form = SCORES
-    is_nested = False
-    __array_ufunc__ = None
 
     def __init__(self, flat: Tensor, like: Packed, rows: Dim, columns: Dim, lead: tuple[int, ...]) -> None:
         self.flat, self._like, self.rows, self.columns, self.lead = flat, like._with(None), rows, columns, lead
@@ -81,19 +80,6 @@ class PackedScores(PackedView):
         """The number of dims."""
         return len(self.lead) + 3
 
-    @property
-    def mT(self) -> Any:
-        """The scores of keys and queries."""
-        return dispatch(Tensor.transpose, (self, -1, -2), {})
-
-    def dim(self) -> int:
-        """The number of dims."""
-        return self.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size; those of ragged dims equal None, and are no numbers."""
-        return self.shape if dim is None else self.shape[dim]
-
     def find(self, dim: Any) -> int:
         """A dim as a number from the last, -1."""
         if type(dim) is not int:
@@ -121,70 +107,20 @@ class PackedScores(PackedView):
         ]
         return torch.stack(rows) if rows else self.flat.new_zeros(0, *self.lead, t, s)
 
-    @property
-    def dtype(self) -> torch.dtype:
-        """The dtype of the values."""
-        return self.flat.dtype
-
-    @property
-    def device(self) -> torch.device:
-        """The device of the values."""
-        return self.flat.device
-
-    @property
-    def requires_grad(self) -> bool:
-        """Whether the values require a gradient."""
-        return self.flat.requires_grad
-
-    @property
-    def is_cuda(self) -> bool:
-        """Whether the values are on a GPU."""
-        return self.flat.is_cuda
-
-    def __getitem__(self, key: Any) -> Any:
-        """x[b], x[:, h], x[:, None]."""
-        return dispatch(Tensor.__getitem__, (self, key), {})
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """x[key] = value: changes in place the scores that x[key] has."""
-        dispatch(Tensor.__setitem__, (self, key, value), {})
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as flat values, with the rows that they are of."""
         return PackedScores, (self.flat, self._like, self.rows, self.columns, self.lead)
-
-    def __iter__(self) -> Any:
-        """The rows."""
-        return iter(self.unbind())
-
-    def __bool__(self) -> bool:
-        """The truth of the only number there is, as for a tensor."""
-        return bool(self.flat)
 
     def __repr__(self) -> str:
         """Shape and values."""
         return f"PackedScores({self.shape}, rows={self.rows}, columns={self.columns}, flat={self.flat!r})"
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Every torch function that is given scores."""
-        return dispatch(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        """Methods of a tensor that are taken here."""
-        func = getattr(Tensor, name, None)
-        if is_taken(name, SCORES) and callable(func) and not name.startswith("__"):
-            return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
-        if name in PackedScores.__slots__:  # a copy that is not filled yet
-            raise AttributeError(name)
-        if callable(func) and not name.startswith("__"):
-            raise AttributeError(f"{name} is not known for packed scores; {INSTEAD}")
-        raise no_attribute(name, method=False)
+    def _lacking(self, name: str, is_method: bool) -> AttributeError:
+        if is_method:
+            return AttributeError(f"{name} is not known for packed scores; {INSTEAD}")
+        return no_attribute(name, method=False)
 
 
-add_operators(PackedScores, dispatch)
 torch.serialization.add_safe_globals([PackedScores, (PackedScores, "tensorloop.packed.scores.PackedScores")])
 
 _pytree.register_pytree_node(

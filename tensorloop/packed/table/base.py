@@ -98,13 +98,6 @@ class PackedView:
         """These numbers, seen as this is."""
         raise NotImplementedError
 
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Every torch function that is given one."""
-        raise NotImplementedError
-
     def dim(self) -> int:
         """The number of dims."""
         raise NotImplementedError

@@ -65,7 +65,7 @@ def runs(form: str) -> Callable[[Run], Run]:
 
 
 def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-    """What the torch function `func` gives for these arguments, some of them packed; errors begin with its name."""
+    """Runs the torch function `func` on these arguments, some of them packed; errors begin with its name."""
     name = getattr(func, "__name__", str(func))
     if MADE and (kwargs or RaggedTable in map(type, args) or type(args[0]) in LISTS):
         args, kwargs = for_rows(args, kwargs)
@@ -133,7 +133,7 @@ def rename(kwargs: dict[str, Any]) -> dict[str, Any]:
 
 
 def lacks(name: str, form: str) -> WrongType | None:
-    """What is said of a function that this form lacks for a reason of its own."""
+    """Returns the error for a function that this form lacks for a reason of its own, if it has one."""
     row = operations.TABLE.get(name)
     found = row.runs.get(form) if row else None
     return refusal(*found) if isinstance(found, Lacks) else None

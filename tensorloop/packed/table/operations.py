@@ -32,7 +32,7 @@ from tensorloop.packed.table.row import (
     Lacks,
     row,
 )
-from tensorloop.packed.table.untaken import FEATURES, NO_SHAPE, VALUES, WHY, WRITTEN
+from tensorloop.packed.table.untaken import FEATURES, NO_SHAPE, VALUES, WHY
 
 _NO_INDEX = Lacks(NO_SHAPE.why, "use p.pad()[b], a mask in torch.where, or p.trim() outside of graphs")
 _NOT_WRITTEN = Lacks("entries are not written by index", "use torch.where and a mask, or p.pad()")
@@ -191,8 +191,9 @@ _shape("flatten", "regroup.flatten", "view, cuts", "flatten_dims", "flatten")
 _shape("unflatten", "regroup.unflatten", "view, regroups", "unflatten", "unflatten", sizes="by_size.unflatten")
 row(SHAPE, "view_as_complex view_as_real", "regroup.pair", "view, batch", views="regroup.pair")
 _TABLE_AT = {VIEWS: "parts.index_table", SCORES: "score_ops.index", STATIC: _NO_INDEX}
-row(OTHER, "__getitem__", "parts.index_table", "view, cuts", **_TABLE_AT)
-row(OTHER, "__setitem__", Lacks(WHY, WRITTEN), scores="score_parts.write", static=_NOT_WRITTEN)
+row(OTHER, "__getitem__", "parts.index_table", "view, cuts", "indexing", **_TABLE_AT)
+_WRITE = {VIEWS: "reordered.write", SCORES: "score_parts.write", STATIC: _NOT_WRITTEN}
+row(OTHER, "__setitem__", "writes.write", called="assignment to an index", **_WRITE)
 row(SHAPE, "diagonal", Lacks(WHY, FEATURES), "view", scores="score_parts.diagonal")
 row(OTHER, "tril triu", Lacks(WHY, VALUES), "begins", scores="score_parts.keep_triangle")
 row(OTHER, "tril_ triu_", scores="score_parts.keep_triangle")

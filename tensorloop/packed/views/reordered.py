@@ -19,41 +19,34 @@ from tensorloop.packed.scores import score_ops
 from tensorloop.packed.scores.by_rows import open_only_rows
 from tensorloop.packed.scores.scores import PackedScores
 from tensorloop.packed.table import operations
+from tensorloop.packed.table.any_order import AnyOrder
 from tensorloop.packed.table.assign import assign
-from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import (
     Handler,
     Packed,
     PackedView,
-    add_operators,
     is_packed,
     not_in_place,
     refusal,
 )
-from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, is_taken, lacks, runs
+from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
 from tensorloop.packed.table.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.table.operations import TABLE
 from tensorloop.packed.table.pointwise import align, is_pointwise
 from tensorloop.packed.table.refusals import no_attribute, unsupported
 from tensorloop.packed.table.row import ALONG, BY_ENTRY, CHANNELS, CLASSES, IMAGES, LAST, VIEWS, WHOLE
 
-_FACTS = (
-    *("dtype", "device", "is_cuda", "is_leaf", "grad_fn", "numel", "is_cpu", "layout"),
-    *("lens", "max_len", "offsets", "row_ids", "positions", "cu_seqlens"),
-)
-
 _LAYOUTS = {ViewLayout(0, 2, 3): CHANNELS, ViewLayout(0, 2, 4): IMAGES}  # which layers that mix time take
 _BESIDE, _OF_NUMBERS = operations.named("beside"), operations.named("of numbers")
 
 
-class Reordered(PackedView):
+class Reordered(AnyOrder):
     """The packed tensor `packed` (B, T*, *F), seen with its batch at dim `batch` and its ragged dim at dim `time`."""
 
     __slots__ = ("batch", "time")
 
     form = VIEWS
-    is_nested = False
-    __array_ufunc__ = None
+    facts = AnyOrder.facts | {"lens", "max_len", "offsets", "row_ids", "positions", "cu_seqlens"}
 
     def __init__(self, packed: Packed, batch: int, time: int) -> None:
         super().__init__(packed)
@@ -84,79 +77,26 @@ class Reordered(PackedView):
         """The number of dims."""
         return self.packed.ndim
 
-    @property
-    def mT(self) -> Any:
-        """The last two dims exchanged."""
-        return dispatch(Tensor.transpose, (self, -1, -2), {})
-
-    def dim(self) -> int:
-        """The number of dims."""
-        return self.packed.ndim
-
-    def size(self, dim: int | None = None) -> Any:
-        """The shape, or one size; that of the ragged dim equals None, and is no number."""
-        return self.shape if dim is None else self.shape[dim]
-
     @named("pad")
     def pad(self, value: float = 0, max_len: int | None = None) -> Tensor:
         """The padded tensor, in this order."""
         packed: Any = self.packed
         return packed.pad(value, max_len).permute(layout_of(self).order)
 
-    @named("unbind")
-    def unbind(self, dim: int = 0) -> tuple[Any, ...]:
-        """The rows, views in this order; or the slices of a feature dim."""
-        return dispatch(Tensor.unbind, (self, dim), {})
-
-    @named("indexing")
-    def __getitem__(self, key: Any) -> Any:
-        """x[b], x[:, h], x[..., a:b], x[:, None]: as of a padded tensor in this order."""
-        return dispatch(Tensor.__getitem__, (self, key), {})
-
-    @named("assignment to an index")
-    def __setitem__(self, key: Any, value: Any) -> None:
-        """x[key] = value: changes in place the entries that x[key] has."""
-        if not is_recording():
-            refuse_lost_gradient((self, key, value))
-        assign(self, key, value)
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as the packed tensor and the places of its dims."""
         return Reordered, (self.packed, self.batch, self.time)
-
-    def __iter__(self) -> Any:
-        """Along dim 0."""
-        return iter(self.unbind(0))
 
     def __repr__(self) -> str:
         """Says of which packed tensor this is a view, and where its batch and its ragged dim are."""
         return f"Reordered({self.packed!r}, batch={self.batch}, time={self.time})"
 
-    def __bool__(self) -> bool:
-        """The truth of the only number there is, as for a tensor."""
-        return bool(self.packed)
-
-    @classmethod
-    def __torch_function__(
-        cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Every torch function that is given one."""
-        return dispatch(func, args, kwargs or {})
-
-    def __getattr__(self, name: str) -> Any:
-        """Facts of the packed tensor, and methods of a tensor that are taken here."""
-        if name in _FACTS:
-            return getattr(self.packed, name)
-        func = getattr(Tensor, name, None)
-        if is_taken(name, VIEWS) and callable(func) and not name.startswith("__"):
-            return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
-        if name in ("packed", "batch", "time"):  # a copy that is not filled yet
-            raise AttributeError(name)
+    def _lacking(self, name: str, is_method: bool) -> AttributeError:
         if name in dir(self.packed):
-            raise AttributeError(
+            return AttributeError(
                 f"a packed tensor seen as {self.shape} has no {name!r}; write {_way_back(self)}.{name}"
             )
-        raise no_attribute(name, method=callable(func) and not name.startswith("__"))
+        return no_attribute(name, method=is_method)
 
 
 makes_views(Reordered)
@@ -220,6 +160,12 @@ def _attend_in_heads(func: Any, *args: Any, **kwargs: Any) -> Any:
 def _is_left_aligned(func: Any, *args: Any) -> bool:
     """False, by which `nn.TransformerEncoder` learns that nothing has to be made a nested tensor."""
     return False
+
+
+@handles
+def _write(func: Any, input: Any, key: Any, value: Any) -> None:
+    """x[key] = value: changes in place the entries that x[key] has."""
+    assign(input, key, value)
 
 
 @handles
@@ -395,6 +341,3 @@ def _run_on_last(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> An
     if max(layout.batch, layout.time) >= layout.ndim - last:
         raise refusal(f"the last dim of {first.shape} is no feature", f"bring it back before: {_way_back(first)}")
     return turn_back(dispatch(func, (first.packed, *args[1:]), kwargs), layout)
-
-
-add_operators(Reordered, dispatch)
