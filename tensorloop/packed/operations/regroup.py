@@ -106,10 +106,11 @@ def _view_as(func: Any, input: Any, other: Any) -> Any:
 @handles
 def _flatten(func: Any, input: Any, start_dim: Any = 0, end_dim: Any = -1) -> Any:
     """Features as one, heads joined with the batch; from dims 0 to 1 on all entries, (N, ...): nothing is padding."""
-    layout, shape = layout_of(input), input.shape
     a, b = find_place(input, start_dim), find_place(input, end_dim)
-    if is_packed(input) and a == 0 and b >= 1:
-        return entries_of(input, input.values.flatten(0, b - 1))
+    if is_packed(input) and (a > 1 or (a == 0 and b >= 1)):
+        flat = input.values.flatten(max(a - 1, 0), b - 1)
+        return input._with(flat) if a else entries_of(input, flat)
+    layout, shape = layout_of(input), input.shape
     if a <= layout.time <= b and (a != b or is_packed(input)):
         ours = "flatten (0, 1) or more, or feature dims only"
         cure = ours if is_packed(input) else "the ragged dim stays; bring it to dim 1 and flatten (0, 1)"

@@ -31,8 +31,6 @@ def as_tuple(given: tuple[Any, ...]) -> tuple[Any, ...]:
 def reorder(x: Any, dims: Sequence[int]) -> Any:
     """The dims in the order `dims`, numbers from 0: features are moved among the values, the rest is seen anew."""
     order = layout_of(x).order
-    if sorted(dims) != list(range(len(order))):
-        raise WrongValue(f"order {tuple(dims)} is no order of the {len(order)} dims of {x.shape}")
     new = [order[d] for d in dims]
     features = [d - 1 for d in new if d > 1]
     p = unwrap(x)
@@ -47,13 +45,18 @@ def _transpose(func: Any, input: Any, dim0: Any, dim1: Any) -> Any:
     a, b = find_place(input, dim0), find_place(input, dim1)
     if a == b:
         return input
+    if min(a, b) > 1 and is_packed(input):
+        return input._with(input.values.transpose(a - 1, b - 1))
     return reorder(input, [b if d == a else a if d == b else d for d in range(input.ndim)])
 
 
 @handles
 def _permute(func: Any, input: Any, *dims: Any, **kwargs: Any) -> Any:
     """The dims in another order; where batch or ragged dim are moved, a view."""
-    return reorder(input, [find_place(input, d) for d in as_tuple(dims or (kwargs["dims"],))])
+    order = [find_place(input, d) for d in as_tuple(dims or (kwargs["dims"],))]
+    if sorted(order) != list(range(input.ndim)):
+        raise WrongValue(f"order {tuple(order)} is no order of the {input.ndim} dims of {input.shape}")
+    return reorder(input, order)
 
 
 @handles

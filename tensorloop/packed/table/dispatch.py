@@ -26,6 +26,7 @@ from tensorloop.packed.table.row import (
     LAST,
     ROWS,
     SCORES,
+    SHAPE,
     STATIC,
     VIEWS,
     WHOLE,
@@ -37,7 +38,9 @@ Run = Callable[[str, Any, tuple[Any, ...], dict[str, Any]], Any]
 HANDLED: dict[str, dict[str, Handler]] = {form: {} for form in FORMS}
 HANDLERS = HANDLED[ROWS]
 _RUNS: dict[str, Run] = {}
-_VIEWS = operations.named("view")
+# Functions of which torch gives views, and ours may be copies: those that only move dims copy nothing but scores.
+_COPIES = operations.named("view") - operations.of_kind(SHAPE) | operations.named("regroups")
+_VIEWS = {ROWS: _COPIES, VIEWS: _COPIES, SCORES: operations.named("view")}
 _CALLED = {name: row.called for name, row in operations.TABLE.items()}
 _WANTED: dict[str, list[tuple[str, str]]] = {}
 for _handler, _form, _name in operations.handlers_wanted():
@@ -79,7 +82,7 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         may_change = (kwargs or name[-1] == "_") and form != VIEWS and is_in_place(name, kwargs)
         watched = watch(args, kwargs) if may_change else None
         out = _RUNS[form](name, func, args, kwargs)
-        if name in _VIEWS and args and form == _form_of(args[0]):
+        if name in _VIEWS[form] and args and form == _form_of(args[0]):
             out = _follow(out, name, func, args, kwargs, form)
         if watched is not None:
             changed(*watched)
@@ -92,11 +95,12 @@ def _find_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:
     """Scores where there are some, else views, else rows."""
     found = ROWS
     for x in (*args, *kwargs.values()) if kwargs else args:
-        for y in x if type(x) in LISTS else (x,):
-            if isinstance(y, PackedView):
-                if y.form == SCORES:
-                    return SCORES
-                found = VIEWS
+        if isinstance(x, PackedView):
+            found = x.form if found != SCORES else found
+        elif type(x) in LISTS:
+            for y in x:
+                if isinstance(y, PackedView):
+                    found = y.form if found != SCORES else found
     return found
 
 

@@ -77,7 +77,10 @@ def find_place(x: Any, dim: Any, extra: int = 0) -> int:
     """A dim of a packed tensor or a view (an int, the ragged Dim or its name) as a number; `extra` are to be added."""
     if isinstance(x, PackedView):
         if type(dim) is int:
-            return ViewLayout(0, 1, x.ndim + extra).find(dim)
+            size = x.ndim + extra
+            if -size <= dim < size:
+                return dim % size
+            raise WrongIndex(f"dim {dim} is out of range for a packed tensor of {size} dims")
         find_dim(x.packed, dim)
         return x.time
     return find_dim(x, dim, extra)
