@@ -99,7 +99,14 @@ row(ALONG, "cumsum", "reduce.cumsum", "keeps, begins", static="static_reduce.cum
 row(ALONG, "cumprod cummax cummin logcumsumexp", "reduce.running", "keeps, pads", **_ROWS)
 row(ALONG, "normalize", "norms.normalize", "keeps", **_ROWS)
 row(ALONG, "sort argsort", "sort.sort", "keeps", **_ROWS)
-row(ALONG, "flip", "reduce.flip", "keeps, all dims, moves", scores="score_ops.of_heads", static="static_reduce.flip")
+row(
+    ALONG,
+    "flip",
+    "reduce.flip",
+    "keeps, all dims, moves, one by one",
+    scores="score_ops.of_heads",
+    static="static_reduce.flip",
+)
 row(ALONG, "roll", "pieces.roll", "keeps, all dims", scores="score_ops.of_heads")
 row(ALONG, "diff", "pieces.diff", "beside")
 row(ALONG, "glu", "pieces.glu", static="static_reduce.along_features")

@@ -23,6 +23,7 @@ SAYS = {
     "drops": "the dim that it works along is gone afterwards, or of size 1",
     "keeps": "its result has the shape of its input",
     "view": "torch gives a view; ours may be a copy, and what is changed in it in place is written to its source",
+    "one by one": "it takes dims one by one as well as in a tuple",
     "beside": "it takes ordinary tensors beside packed ones, which are broadcast",
     "of numbers": "it needs no feature dim",
     "pads": "it has no packed kernel for a ragged dim or for a matrix of each row: it pads, and warns",

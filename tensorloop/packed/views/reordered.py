@@ -38,6 +38,7 @@ from tensorloop.packed.table.row import ALONG, BY_ENTRY, CHANNELS, CLASSES, IMAG
 
 _LAYOUTS = {ViewLayout(0, 2, 3): CHANNELS, ViewLayout(0, 2, 4): IMAGES}  # which layers that mix time take
 _BESIDE, _OF_NUMBERS = operations.named("beside"), operations.named("of numbers")
+_ONE_BY_ONE = operations.named("one by one")
 
 
 class Reordered(AnyOrder):
@@ -277,6 +278,8 @@ def _turn(x: Any, layout: ViewLayout) -> Any:
 
 def _run_along(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     place, name, default = find_dim_parameter(func.__name__)
+    if len(args) > place + 1 and func.__name__ in _ONE_BY_ONE:
+        args = (*args[:place], args[place:])
     layout = _find_one_layout((*args, *kwargs.values()))
     beside = func.__name__ in _BESIDE
     args = tuple(_turn_beside(x, layout) if beside else unwrap(x) for x in args)

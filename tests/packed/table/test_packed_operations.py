@@ -1,6 +1,7 @@
 """The table of operations: a function's name stands in it alone, and each form has the function or says why not."""
 
 import ast
+import itertools
 from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
@@ -236,6 +237,15 @@ def test_along_features_of_each_order(name: str, order: tuple[int, ...]) -> None
             ALONG_BY_HAND[name](p.permute(order), d)
     else:
         assert_as_alone(ALONG_BY_HAND[name], p, order, d)
+
+
+@pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (0, 2, 3, 1)], ids=str)
+def test_dims_one_by_one(order: tuple[int, ...]) -> None:
+    x = PackedTensor(torch.randn(9, 2, 3, dtype=D), LENS).permute(order)
+    batch = order.index(0)
+    for dims in itertools.permutations({*range(4)} - {batch}, 2):
+        for one, row in zip(x.flip(*dims).unbind(batch), x.unbind(batch), strict=True):
+            assert one.equal(row.flip([d - (d > batch) for d in dims]))
 
 
 _PAIRS = ("mse_loss", "l1_loss", "smooth_l1_loss", "huber_loss", "binary_cross_entropy_with_logits", "kl_div")
