@@ -9,7 +9,7 @@ from pathlib import Path
 
 import tensorloop.packed.by_size
 import tensorloop.packed.static.static  # noqa: F401 - the handlers of each form are entered
-from tensorloop.packed.table.dispatch import HANDLED, is_taken
+from tensorloop.packed.table.dispatch import ALONG_FEATURES, HANDLED, is_taken
 from tensorloop.packed.table.operations import TABLE
 from tensorloop.packed.table.row import (
     ALONG,
@@ -49,8 +49,8 @@ library itself looks functions up in: `python -m docs.packed_functions`. Functio
 
 *Rows first* is (B, T\\*, \\*F). *Turned* has the same dims in another order, heads first or time first. *Channels
 first* is (B, C, T\\*), or (B, C, T\\*, F) where it says images. *Scores* are (B, H, T\\*, S\\*). *Static* is a
-`StaticPackedTensor`. *Pads* means that rows are padded for it, with a `PackedFallbackWarning`. A dash is a `TypeError`
-that says what to write.
+`StaticPackedTensor`, where *features* means along feature dims alone. *Pads* means that rows are padded for it, with a
+`PackedFallbackWarning`. A dash is a `TypeError` that says what to write.
 
 """
 COLUMNS = "| function | rows first | turned | channels first | scores | static |\n" + "| --- " * 6 + "|"
@@ -84,6 +84,8 @@ def _cells(row: Row) -> tuple[str, ...]:
 
 
 def _cell(row: Row, form: str) -> str:
+    if form == STATIC and row.name in ALONG_FEATURES and row.name not in HANDLED[STATIC]:
+        return "features"
     if is_taken(row.name, form):
         return "pads" if form == ROWS and "pads" in row.says else "yes"
     found = row.runs.get(form)

@@ -17,7 +17,7 @@ from tensorloop.packed.static import static_layers, static_reduce
 from tensorloop.packed.static.static_ops import check_rows, dispatch, facts, refuse
 from tensorloop.packed.static.static_rows import StaticRows, attend
 from tensorloop.packed.table.base import StaticPacked, add_operators
-from tensorloop.packed.table.dispatch import HANDLED
+from tensorloop.packed.table.dispatch import ALONG_FEATURES, HANDLED
 from tensorloop.packed.table.row import STATIC
 from tensorloop.packed.table.types import TensorTypes
 from tensorloop.packed.tensor import PackedTensor
@@ -334,7 +334,7 @@ class StaticPackedTensor(StaticPacked, _Base):
         if name.startswith("__") or name in ("values", "_rows"):
             raise AttributeError(name)
         func = getattr(Tensor, name, None)
-        if callable(func) and (name in HANDLED[STATIC] or facts(func)[2]):
+        if callable(func) and (name in HANDLED[STATIC] or name in ALONG_FEATURES or facts(func)[2]):
             return lambda *args, **kwargs: dispatch(func, (self, *args), kwargs)
         raise AttributeError(f"{name}: {refuse(name)}")
 

@@ -6,6 +6,7 @@ Free entries are 0 before and after each operation, and no gradient leaves them:
 has to care only about its other arguments: the gradient of a weight is a sum over all entries, and 0 * inf is NaN.
 """
 
+import inspect
 from typing import Any
 
 import torch
@@ -16,7 +17,7 @@ from tensorloop._common.errors import Fact, WrongIndex, WrongType, WrongValue
 from tensorloop._torch.dynamo import constant_in_graphs
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import StaticPacked, is_packed, refusal
-from tensorloop.packed.table.dispatch import HANDLED, HANDLERS, lacks
+from tensorloop.packed.table.dispatch import ALONG_FEATURES, HANDLED, HANDLERS, find_dim_parameter, lacks
 from tensorloop.packed.table.pointwise import is_pointwise, refuse_array
 from tensorloop.packed.table.row import STATIC
 
@@ -39,6 +40,8 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
                 kwargs = {known if k == alias else k: x for k, x in kwargs.items()}
         if name in _RUNS:
             return _RUNS[name](func, *args, **kwargs)
+        if name in ALONG_FEATURES and (dims := _feature_dims(name, args, kwargs)) is not None:
+            return _run_on_features(func, args, kwargs, *dims)
         if not by_entry or kwargs.get("out") is not None or (name == "where" and len(given) == 1):
             raise refuse(name)
         if name.endswith("_") and not name.endswith("__"):
@@ -46,6 +49,37 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return _pointwise(func, args, kwargs, called)
     except Fact as fact:
         raise fact.named(called) from fact.__cause__
+
+
+def _feature_dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[int, str, Any] | None:
+    """Where a function takes its dim, and that dim among the values, if it names features alone."""
+    place, key, default = _dim_parameter(name)
+    given = args[place] if len(args) > place else kwargs.get(key, default)
+    several = isinstance(given, (tuple, list))
+    if not is_static(args[0]) or not all(type(d) is int for d in (given if several else (given,))):
+        return None
+    numbers = find_dims(args[0], given)
+    if not numbers or min(numbers) < 2:
+        return None
+    return place, key, tuple(d - 1 for d in numbers) if several else numbers[0] - 1
+
+
+def _run_on_features(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], place: int, key: str, dims: Any) -> Any:
+    """Along features torch's own, of the values: no entry sees another one."""
+    base = args[0]
+    if any(isinstance(x, Tensor) or is_static(x) for x in (*args[1:], *kwargs.values())):
+        raise refusal("of another tensor along its features", _WHOLE)
+    if len(args) > place:
+        args = (*args[:place], dims, *args[place + 1 :])
+    else:
+        kwargs = kwargs | {key: dims}
+    return rewrap(base, func(base.values, *args[1:], **kwargs))
+
+
+@constant_in_graphs  # dynamo cannot look at a signature
+def _dim_parameter(name: str) -> tuple[int, str, Any]:
+    place, key, default = find_dim_parameter(name)
+    return place, key, None if default is inspect.Parameter.empty else default
 
 
 @constant_in_graphs  # dynamo knows no name of a torch function, and could not look at the tags of its operators

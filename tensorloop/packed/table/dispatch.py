@@ -144,6 +144,8 @@ def lacks(name: str, form: str) -> WrongType | None:
 
 
 _WAYS = {VIEWS: operations.of_kind(ALONG, LAST, WHOLE, CLASSES), SCORES: operations.named("all numbers")}
+# Static tensors take these along features, whatever they lack along the ragged dim.
+ALONG_FEATURES = operations.of_kind(ALONG) - operations.named("beside")
 
 
 def is_taken(name: str, form: str) -> bool:
@@ -151,8 +153,10 @@ def is_taken(name: str, form: str) -> bool:
     forms = (VIEWS, CHANNELS, IMAGES) if form == VIEWS else (form,)
     if any(name in HANDLED[f] for f in forms):
         return True
-    if lacks(name, form) is not None or (form == STATIC and name in HANDLERS):
-        return False  # of static shape, a function with a handler may be pointwise by its tag and be more than that
+    if form == STATIC and (name in ALONG_FEATURES or name in HANDLERS):
+        return name in ALONG_FEATURES  # a function with a handler may be pointwise by its tag and be more than that
+    if lacks(name, form) is not None:
+        return False
     return name in _WAYS.get(form, ()) or is_pointwise(name)
 
 

@@ -195,7 +195,7 @@ ALONG_BY_HAND: dict[str, Callable[[Any, int], Any]] = {
     "glu": lambda x, d: F.glu(x, d),
     "chunk": lambda x, d: x.chunk(2, d),
     "split": lambda x, d: x.split(1, d),
-    "split_with_sizes": lambda x, d: torch.split_with_sizes(x, [1, 1], d),
+    "split_with_sizes": lambda x, d: torch.split_with_sizes(x, [1, x.shape[d] - 1], d),
     "tensor_split": lambda x, d: x.tensor_split(2, d),
     "unbind": lambda x, d: x.unbind(d),
     "gumbel_softmax": lambda x, d: (F.gumbel_softmax(x, dim=d) * 0).sum(d),
@@ -278,6 +278,32 @@ def test_losses_and_layers_of_views(name: str, turn: Callable[[Any], Any]) -> No
         for one, row in zip(whole, p, strict=True):
             torch.testing.assert_close(one, LASTS[name](row))
     assert turn(seen).equal(whole)
+
+
+# -- static tensors along features
+
+STATIC_ALONG = sorted(name for name in {*CALLS, *ALONG_BY_HAND} - {"index_select"} if is_taken(name, STATIC))
+
+
+def test_an_index_along_features_of_a_static_tensor_is_refused() -> None:
+    with pytest.raises(TypeError, match=r"index_select: of another tensor along its features; use p\.pack"):
+        CALLS["index_select"](FORMS[STATIC], 2)
+
+
+@pytest.mark.parametrize("d", [2, 3, -1])
+@pytest.mark.parametrize("name", STATIC_ALONG)
+def test_static_tensors_along_features(name: str, d: int) -> None:
+    call, values = (CALLS | ALONG_BY_HAND)[name], torch.randn(9, 2, 4, dtype=D)
+    free = torch.cat([values, values.new_full((3, 2, 4), torch.nan)]).requires_grad_()
+    p = PackedTensor(values.requires_grad_(), LENS)
+    found = leaves(call(StaticPackedTensor(free, torch.tensor(LENS), max_len=4), d))
+    wanted = leaves(call(p, d))
+    for one, other in zip(found, wanted, strict=True):
+        torch.testing.assert_close(one.trim().values, other.values)
+    if wanted[0].requires_grad:
+        found[0].square().sum().backward()
+        wanted[0].values.square().sum().backward()
+        torch.testing.assert_close(free.grad, torch.cat([values.grad, torch.zeros(3, 2, 4)]))  # pyright: ignore
 
 
 # -- scores
