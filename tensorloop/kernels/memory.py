@@ -67,3 +67,8 @@ def array(x: Tensor) -> Any:
     x = lay_out(x)
     address(x)
     return x.numpy()
+
+
+def arrays(given: Iterable[Tensor]) -> list[Any]:
+    """The `array` of each."""
+    return [array(x) for x in given]

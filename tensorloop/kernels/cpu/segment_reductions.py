@@ -15,7 +15,7 @@ from tensorloop.kernels.cpu.compiling import compiled, inlined
 from tensorloop.kernels.cpu.exponential import exp
 from tensorloop.kernels.cpu.offsets import bounds_of
 from tensorloop.kernels.cpu.threads import share
-from tensorloop.kernels.memory import array
+from tensorloop.kernels.memory import arrays
 
 BLOCK = 256  # columns of a task; its sums are 2 KiB
 FEW = 4  # rows
@@ -108,8 +108,8 @@ def _over_segments(
 ) -> None:
     """Runs a kernel over all (segment, block of columns); `passes`: how often it goes through the values."""
     tasks = (len(bounds) - 1) * -(-values.shape[1] // BLOCK)
-    arrays = [array(x) for x in (values, *others)]  # what is written is contiguous already
-    share(kernel, tasks, passes * values.numel() * values.element_size(), (bounds, *arrays))
+    laid = arrays((values, *others))  # what is written is contiguous already
+    share(kernel, tasks, passes * values.numel() * values.element_size(), (bounds, *laid))
 
 
 @inlined
