@@ -142,7 +142,6 @@ class EagerTarget:
 
     name = "eager"
     lacks = frozenset[str]()
-    calls_torch = True
 
     def place(self, device: torch.device) -> Place:
         """Returns a place where nothing is small: a matrix in the loop is one more operation to start."""

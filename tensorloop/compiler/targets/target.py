@@ -17,12 +17,10 @@ class Target(Protocol):
     name: what a `Place` calls it.
     lacks: core operations, as `operations.OPERATIONS` names them, that it has no form of. A step with such runs in
         torch's operations.
-    calls_torch: whether a step may call one of torch's operations in its middle.
     """
 
     name: str
     lacks: frozenset[str]
-    calls_torch: bool
 
     def place(self, device: torch.device) -> Place:
         """Returns the place that a device is, with what is small on it."""

@@ -16,7 +16,6 @@ class CpuTarget:
 
     name = "cpu"
     lacks = frozenset[str]()
-    calls_torch = True
 
     def place(self, device: torch.device) -> Place:
         """Returns the place of the CPU: matrices of 64 KiB stay in the second cache, beside what else a step reads."""

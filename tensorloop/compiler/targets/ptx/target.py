@@ -24,7 +24,6 @@ class PtxTarget:
 
     name = "ptx"
     lacks = frozenset[str]()
-    calls_torch = False
 
     def __init__(self, below: Callable[[Step], Core]) -> None:
         self._below = below
