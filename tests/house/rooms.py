@@ -60,6 +60,7 @@ DOORS = {
 }
 # What all stages of the compiler share: a step, the operations, what a graph may hold.
 CONTRACTS = {f"compiler.{name}" for name in _SHARED}
+_OF_MACHINE_CODE = {*CONTRACTS, "compiler.emitter.lowered", "compiler.targets.given", "compiler.targets.target"}
 _EMITTER = ("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write")
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
@@ -86,10 +87,10 @@ INNER = {
     "compiler.emitter.write": {*CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
     "compiler.emitter.device": {*CONTRACTS, *_EMITTER},
     "compiler.targets": {*CONTRACTS, *_EMITTER[:2], "compiler.targets.cpu", "compiler.targets.ptx"},
-    "compiler.targets.cpu": {*CONTRACTS, *_EMITTER, "compiler.emitter.lowered", "compiler.targets.given"},
+    "compiler.targets.cpu": {*_OF_MACHINE_CODE, *_EMITTER},
     "compiler.targets.ptx": {
-        *(*CONTRACTS, "compiler.emitter.lower", "compiler.emitter.device", "compiler.emitter.lowered"),
-        *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.given", "compiler.targets.proved"),
+        *(*_OF_MACHINE_CODE, "compiler.emitter.lower", "compiler.emitter.device"),
+        *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.proved"),
     },
     "packed.table": {"packed.rows"},
     "packed.scores": {"packed.rows", "packed.table"},
@@ -125,7 +126,7 @@ INNER_DOORS = {
     *_of("compiler.emitter.lower", "reductions special"),
     *_of("compiler.emitter.write", "bounds factorings function fuse in_order matmul matrices memory rows scratch"),
     *("compiler.emitter.write.walk_body", "compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
-    *_of("compiler.targets", "eager given proved cpu.cache cpu.host cpu.target ptx.target"),
+    *_of("compiler.targets", "eager given proved target cpu.cache cpu.host cpu.target ptx.target"),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *_of("packed.rows", "alignments dim segment_reduce segments size windows"),
     *_of("packed.table", "aliases assign autograd base dispatch entries fallback heads_as_rows layout made_by_size"),

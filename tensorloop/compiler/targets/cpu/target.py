@@ -9,13 +9,14 @@ from torch import fx
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Core, Step
 from tensorloop.compiler.targets import cpu
+from tensorloop.compiler.targets.target import Target
 
 
-class CpuTarget:
+class CpuTarget(Target):
     """Knows every core operation; others torch does, between native pieces of a step."""
 
-    name = "cpu"
-    lacks = frozenset[str]()
+    name, device = "cpu", "cpu"
+    left_to_loop = True
 
     def place(self, device: torch.device) -> Place:
         """Returns the place of the CPU: matrices of 64 KiB stay in the second cache, beside what else a step reads."""

@@ -1,7 +1,5 @@
 """CUDA graphs as a target: any step of torch's operations that a device can record."""
 
-from collections.abc import Container
-from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -9,12 +7,12 @@ from torch import fx
 
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, value_of
-from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.core import GraphCore
 from tensorloop.compiler.targets.graphs.in_place import InPlace, jumping
 from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
 from tensorloop.compiler.targets.graphs.slots import FEW, MOST, has_arrays
+from tensorloop.compiler.targets.target import Target
 
 # What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.
 _NOT_RECORDED = {
@@ -28,15 +26,10 @@ _ON_THE_HOST = {"linalg_eig", "_linalg_check_errors", "histc"}
 _AT_PLACES, _MASKS = {"index", "index_put"}, {torch.bool, torch.uint8}
 
 
-class GraphTarget:
+class GraphTarget(Target):
     """Runs a step in torch's operations, as CUDA graphs record them."""
 
-    name = "graphs"
-    lacks = frozenset[str]()
-
-    def place(self, device: torch.device) -> Place:
-        """Returns a place where nothing is small: a matrix in the loop is one more operation to record."""
-        return Place(device, self.name, cached=0, few_rows=0, many_rows=0, small_step=0)
+    name, device = "graphs", "cuda"
 
     def make_core(self, step: Step) -> Core:
         """Returns the step as graphs that are recorded, and held to the eager core, when they first run."""
@@ -66,14 +59,6 @@ class GraphTarget:
                 f"what takes more than {MOST // 2**20} MiB runs step by step"
             )
         return lines
-
-    def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:
-        """Raises `Unsupported`: operations do not say which rows they read."""
-        raise Unsupported("torch's operations do not say which rows they read")
-
-    def one_thread(self, users: bool = False) -> AbstractContextManager[None]:
-        """Returns a block that changes nothing: one thread of the host launches all there is."""
-        return nullcontext()
 
 
 def check(step: Step) -> None:
