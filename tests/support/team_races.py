@@ -22,7 +22,7 @@ def assert_no_race(rec: Step, count: int) -> None:
 
     Nor would it where every buffer had memory of its own, so that nobody waits for that.
     """
-    made = LoopWriter(lowered(rec), host(), rec.reverse)
+    made = LoopWriter(lowered(rec), host())
     assert made.team is not None
     _go(made, made.team, made.offsets, count)
     team = Planner(made.packed, made.stored, {}, host()).plan(made.step, made.units, [1] * len(made.units))

@@ -14,7 +14,6 @@ import contextlib
 import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
 
 from tensorloop.compiler.emitter.ir.arrays import Region, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
@@ -41,6 +40,7 @@ from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
+from tensorloop.compiler.emitter.write.step_loop import Role, StepLoop, roles
 from tensorloop.compiler.emitter.write.team import Planner, Team
 from tensorloop.compiler.lengths import Length
 
@@ -74,26 +74,13 @@ class LoopText:
     calls: tuple[PlacedCall, ...] = ()  # of torch, in the order of a step
 
 
-class AddressTable(NamedTuple):
-    """Names of the addresses that a call reads from its table; those that stay where they are by kind and index."""
-
-    fixed: dict[tuple[str, int], str]
-    sequences: list[str]
-    carry: list[str]
-    outs: list[str]
-    sums: list[str]
-    last: list[str]
-    status: str  # steps done, whether an index was out of range, what of matrices failed
-    end: int  # where the table has the lengths of arrays
-
-
 class LoopWriter:
     """A step's kernels put together, and their text."""
 
     gap = 0  # bytes left free behind each scratch buffer
 
-    def __init__(self, step: LoweredStep, target: Machine, reverse: bool) -> None:
-        self.step, self.target, self.reverse = step, target, reverse
+    def __init__(self, step: LoweredStep, target: Machine) -> None:
+        self.step, self.target = step, target
         kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
         kept |= {step.going.buffer} if step.going is not None else set()
         kernels = [growing.ordered(kernel) for kernel in drop_unread(step.kernels, kept)]
@@ -147,14 +134,9 @@ class LoopWriter:
     def text(self) -> LoopText:
         """The module."""
         step = self.step
-        tables: list[list[Region]] = [
-            [array.buffer for array in step.invariants],
-            [Region("constant", n, one.numel(), one.dtype) for n, one in enumerate(step.constants)],
-            [one.buffer for one in self.fixed],
-        ]
         run, prepare = Code(), Code()
-        self._run(run, [len(part) for part in tables])
-        self._prepare(prepare, [len(part) for part in tables])
+        self._run(run)
+        self._prepare(prepare)
         declared = sorted({*run.declared.values(), *prepare.declared.values()})
         parts = [
             f'target triple = "{self.target.triple}"',
@@ -186,95 +168,50 @@ class LoopWriter:
         """Whether each part of the rows has a sum of its own."""
         return self.split is not None and self.step.sums[n].buffer in self.split.apart
 
-    def _prepare(self, code: Code, sizes: list[int]) -> None:
-        memory = Memory(code, self.target, Pointers(_read_fixed(code, sizes)), "poison")
+    def _prepare(self, code: Code) -> None:
+        memory = Memory(code, self.target, Pointers(self._addresses(code, "invariant", "constant", "packed")), "poison")
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
             pack(memory, one)
 
-    def _run(self, code: Code, sizes: list[int]) -> None:
+    def _run(self, code: Code) -> None:
         """All steps: what is known before the first one, a turn of the loop, and the last carry."""
         step = self.step
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
-        table = self._table(code, sizes)
-        self._lengths(code, table.end)
+        given = self._addresses(code)
+        place, status = len(given), _read_address(code, len(given))
+        self._lengths(code, place + 1)
         shares = self._shares(code)
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
-        self.entry = calling.read_entry(code, table.status) if self.calls else ("", "")
+        self.entry = calling.read_entry(code, status) if self.calls else ("", "")
         pairs = self._pairs(code)
-        names = dict(table.fixed)
-        for n, (name, array) in enumerate(zip(table.sums, step.sums, strict=True)):
-            own = code.pointer(name, code.times("%part", array.buffer.bytes)) if self._is_apart(n) else name
-            names["sum", n] = own
-        before = code.block
-        code.line("br label %step")
-        code.label("step")
-        turn = code.phi("%turn", "i64", "0", before)
-        carried = [code.phi(code.name("carry"), "ptr", begin, before) for begin in table.carry]
-        following = {n: code.phi(code.name("next"), "ptr", one, before) for n, (one, _) in pairs.items()}
-        names |= {("carry", n): phi.name for n, phi in enumerate(carried)}
-        names |= {("next", n): phi.name for n, phi in following.items()}
-        memory = self._memory(code, table, names)
+        for n, array in enumerate(step.sums):
+            if self._is_apart(n):
+                given["sum", n] = code.pointer(given["sum", n], code.times("%part", array.buffer.bytes))
+        first, last = ([given[kind, n] for n in range(len(step.carry))] for kind in ("first", "last"))
+        loop = StepLoop(code, step, given, first, pairs)
+        pointers = Pointers(loop.names)
+        for buffer, offset in self.offsets.items():
+            pointers[buffer] = code.pointer("%scratch", offset)
+        pointers.update(self.scratch_pointers)
+        memory = Memory(code, self.target, pointers, code.pointer(status, 8))
         for n, unit in enumerate(self.units):
             if self.team is not None and self.team.waits[n]:
                 self._wait(code)
             self._unit(memory, n, unit, shares[n], leading)
-        after = [memory.pointers[array.buffer] for array in step.next]
-        # A carry has two places. The step has read one of them, or the caller's, and written the other: what it has
-        # written is read next, so the place to write next is the one of the two that it is not.
-        swapped = {}
-        for n, (one, other) in pairs.items():
-            same = code.op(f"icmp eq ptr {following[n].name}, {one}", "i1").text
-            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
         if self.team is not None:
             self._wait(code)
-        done = code.op("add nsw i64 %turn, 1", "i64").text
-        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
-        if step.going is not None:
-            more = code.binary("and", more, memory.load(step.going.squeeze(), (), None, 1, None))
-        if self.checks:
-            more = code.binary("and", more, goes_on(code, code.pointer(table.status, 16)))
-        latch = code.block
-        code.line(f"br i1 {more.text}, label %step, label %finish")
-        turn.close(done, latch)
-        for phi, end in zip(carried, after, strict=True):
-            phi.close(end, latch)
-        for n, phi in following.items():
-            phi.close(swapped[n], latch)
-        code.label("finish")
-        count = f"store i64 {done}, ptr {table.status}, align 8"
-        self._finish(memory, after, table.last, leading, lambda: code.line(count))
+        after, done = loop.end(memory, *([goes_on(code, code.pointer(status, 16))] if self.checks else []))
+        count = f"store i64 {done}, ptr {status}, align 8"
+        self._finish(memory, after, last, leading, lambda: code.line(count))
         if self.calls:
-            calling.write_end(code, table.status)
+            calling.write_end(code, status)
 
-    def _table(self, code: Code, sizes: list[int]) -> "AddressTable":
-        """Reads all addresses."""
-        fixed, place, parts = _read_fixed(code, sizes), sum(sizes), list[list[str]]()
-        step = self.step
-        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
-            parts.append([_read_address(code, place + n) for n in range(len(part))])
-            place += len(part)
-        sequences, carry, outs, sums, last = parts
-        return AddressTable(fixed, sequences, carry, outs, sums, last, _read_address(code, place), place + 1)
-
-    def _memory(self, code: Code, table: "AddressTable", names: dict[tuple[str, int], str]) -> Memory:
-        """Where everything lies at this step, in the turn's own code."""
-        step = self.step
-        index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
-        growing.at_step(code, step.source.growth)
-        names |= {("array", n): name for n, name in enumerate(table.carry)}
-        for kind, bases, arrays in (("sequence", table.sequences, step.sequences), ("out", table.outs, step.outs)):
-            for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
-                if array.buffer.kind == "prefix":
-                    names["prefix", n] = base
-                    continue
-                names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
-        pointers = Pointers(names)
-        for buffer, offset in self.offsets.items():
-            pointers[buffer] = code.pointer("%scratch", offset)
-        pointers.update(self.scratch_pointers)
-        return Memory(code, self.target, pointers, code.pointer(table.status, 8))
+    def _addresses(self, code: Code, *kinds: str) -> dict[Role, str]:
+        """Reads the addresses of these kinds, or all, from the table."""
+        places = enumerate(roles(self.step, len(self.fixed)))
+        return {role: _read_address(code, n) for n, role in places if not kinds or role[0] in kinds}
 
     def _lengths(self, code: Code, place: int) -> None:
         """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
@@ -288,14 +225,10 @@ class LoopWriter:
 
     def _pairs(self, code: Code) -> dict[int, tuple[str, str]]:
         """Two places for each carry that has none in an output."""
-        if self.reverse:
-            code.line("%last.step = sub i64 %steps, 1")
         made, offset = {}, 0
         for n in self.pairs:
             size = self._room(self.step.next[n].buffer)
             made[n] = code.pointer("%scratch", offset), code.pointer("%scratch", offset + size)
-            if offset == 0:
-                made[n] = "%scratch", made[n][1]
             offset += 2 * size
         return made
 
@@ -421,12 +354,6 @@ class LoopWriter:
 
 def _read_address(code: Code, place: int) -> str:
     return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
-
-
-def _read_fixed(code: Code, sizes: list[int]) -> dict[tuple[str, int], str]:
-    kinds = zip(("invariant", "constant", "packed"), sizes, strict=True)
-    places = [(kind, n) for kind, size in kinds for n in range(size)]
-    return {place: _read_address(code, n) for n, place in enumerate(places)}
 
 
 def operations_of(unit: Unit, slots: int = MANY) -> int:

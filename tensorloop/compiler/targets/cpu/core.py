@@ -36,13 +36,13 @@ instead: "list[Callable[..., NativeCore]]" = []  # the last of these makes cores
 def text_of(step: Step, target: Machine) -> tuple[LoweredStep, LoopText]:
     """Returns the step's kernels, and the module's text."""
     kernels = lowered(step)
-    return kernels, LoopWriter(kernels, target, step.reverse).text()
+    return kernels, LoopWriter(kernels, target).text()
 
 
 def rows_meet(step: Step, count: int, own: Container[fx.Node]) -> bool:
     """Whether a step makes one of `count` rows from another: of its carry, of sequences, and of invariants in `own`."""
     kernels = lowered(step)
-    made = LoopWriter(kernels, host(), step.reverse)
+    made = LoopWriter(kernels, host())
     read = zip((*step.sequences, *step.invariants), (*kernels.sequences, *kernels.invariants), strict=True)
     return rows.do_rows_meet(kernels, made.units, count, [array for n, array in read if n in own])
 

@@ -49,7 +49,7 @@ def on() -> Iterator[None]:
 def emitted(step: Step, *, folder: cache.Folder | None, target: Machine | None) -> NativeCore:
     """Makes a core that checks each access to memory; takes what `emit` takes."""
     target = target or host()
-    function = Apart(lowered(step), target, step.reverse)
+    function = Apart(lowered(step), target)
     text = function.text()
     try:
         module = guard_text.checked(text.module, function.attributes)
