@@ -89,7 +89,6 @@ class CallWatch(TorchFunctionMode):
 
     inside = False
     call: Any = None  # the user's, while it runs
-    grad = True  # what it is made under
     asked_layout = False  # whether the body asked how a tensor lies in memory
     asked_grad = False  # whether one requires a gradient, or is a leaf of a graph
     may_list: Callable[[Tensor], bool] | None = None  # says whether Python may be told all numbers of a tensor
@@ -177,7 +176,7 @@ class CallWatch(TorchFunctionMode):
     def _made_inside(self, func: Any, args: Any, kwargs: Any) -> Any:
         outer, self.inside = self.inside, True
         if not outer:
-            self.call, self.grad = func, torch.is_grad_enabled()
+            self.call = func
         try:
             if func is Tensor.item and self.number_read is not None and (found := self.number_read(*args)) is not None:
                 return found

@@ -21,7 +21,6 @@ from tensorloop.loop.compiled.look.judged import judged, refuse_shared, signalle
 from tensorloop.loop.compiled.look.known_calls import CallTrail
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
-from tensorloop.loop.compiled.look.picked_parts import PickedParts
 from tensorloop.loop.compiled.look.step_number import UNKNOWN, refuse_returned, symbol
 from tensorloop.loop.effects.reads import Reads
 from tensorloop.loop.known_reads import code_of
@@ -190,7 +189,7 @@ class Frame:
         calls = watch.watch if isinstance(watch, OperationLog) else watch
         with signalled() if self.is_known else judged(calls, self.loop.asked, self.kept):
             results = self._run(watch, carry, row)
-        if isinstance(watch, OperationLog) and watch.writes:
+        if isinstance(watch, OperationLog) and watch.checks.writes:
             plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
             begins, ends = ([x[k] for k in plain] for x in (self.carry, results.carry))
             refuse_shared(watch, (*carry, *row), begins if self.loop.goes_on else (), ends, row)
@@ -222,7 +221,7 @@ class Frame:
         loop, numbered = self.loop, is_numbered(self.loop)
         if numbered:
             assert isinstance(watch, OperationLog)
-            watch.parts = PickedParts(watch)
+            watch.pick_parts()
             state = self._with_counters(state, numbers[-1], watch)
         if loop.name == "fori_loop":
             assert loop.numbered is not None
@@ -266,7 +265,7 @@ class Frame:
         active, taken = carry[n + k], carry[n + k + 1]
         leaves, lasts, _ = self._run_frozen(watch, state, carry[n : n + k], active, [])
         with watch, torch.no_grad():
-            watch.grad, watch.values = False, None
+            watch.ask(False)
             asked = self._answer(leaves)
             if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
                 raise Refused("the condition changes its shape", "give a bool for each row at every step")
@@ -334,7 +333,7 @@ class Frame:
             return None
         with torch.no_grad(), watch:
             may = loop.until is not None or bool(loop.counters)
-            watch.grad, watch.may_read, watch.values = False, may, None
+            watch.ask(may)
             answer = self._answer(leaves)
             if may and (isinstance(answer, bool) or watch.reads):
                 raise AnswersInPython

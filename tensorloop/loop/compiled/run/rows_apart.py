@@ -117,7 +117,7 @@ class _RowsTrace:
     """What a step of some rows did, and the shapes of its tensors."""
 
     def __init__(self, seen: Record) -> None:
-        self.operations, self.shapes = seen.trace.operations, seen.log.shapes()
+        self.operations, self.shapes = seen.trace.operations, seen.written.shapes()
         self.inputs, self.outputs = seen.trace.inputs, seen.trace.outputs
 
 
