@@ -44,7 +44,7 @@ def place_named(device: Any) -> Place:
         raise WrongValue(f"device: {refusal.reason}") from None
 
 
-@functools.cache  # one object for each device: keys of plans are compared at every call
+@functools.cache  # one object for each device
 def _place(target: Target, device: torch.device) -> Place:
     return target.place(device)
 

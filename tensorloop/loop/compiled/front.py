@@ -263,7 +263,8 @@ def _look_at(
     """A look at the first step of a loop, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
         seen = look(loop, first)
-        compare_flags(seen)
+        if seen.record is not None:
+            compare_flags(seen.record)
         if check is not None:
             check(seen)
         seen, plan = plan_of(seen)
@@ -397,7 +398,8 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
     inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *next_rows, *seen.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [in_memory(x).detach().to(HOST) for x in (*seen.record.given, *drawn, *next_rows, *seen.captures)]
+    given = in_memory([*seen.record.given, *drawn, *next_rows, *seen.captures])
+    examples = [x.detach().to(HOST) for x in given]
     try:
         with unseen(), without_autocast(), without_modes():
             if looks is None:

@@ -63,7 +63,7 @@ class PreparedLoop:
                 raise ValueError(
                     f"tensorloop::loop: input {i} of a step must be {dtype} {shape}, got {x.dtype} {list(given)}"
                 )
-        whole = [in_memory(x) for x in tensors]
+        whole = in_memory(tensors)
         whole = [x if n <= i < n + m else x.contiguous() for i, x in enumerate(whole)]
         return [*whole, *self.text.constants]
 

@@ -1,9 +1,11 @@
 """What a loop puts around its body in one step: tensors that go in, rows that do not run, the condition after it."""
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -23,7 +25,7 @@ from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.look.step_number import UNKNOWN, refuse_returned, symbol
 from tensorloop.loop.effects.reads import Reads
-from tensorloop.loop.known_reads import code_of
+from tensorloop.loop.known_reads import codes_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
@@ -50,18 +52,19 @@ class Counts(Exception):
 
 
 class Key:
-    """What plans are found by: a tuple whose hash is taken once."""
+    """What plans are found by: one object for equal parts (`key_of`), so that tables of keys compare nothing else."""
 
-    __slots__ = ("_hash", "parts")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts, self._hash = parts, hash(parts)
 
-    def __hash__(self) -> int:
-        return self._hash
+_keys: "WeakValueDictionary[tuple[Any, ...], Key]" = WeakValueDictionary()
+_keys_lock = threading.Lock()
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is Key and self._hash == other._hash and self.parts == other.parts)
+
+def key_of(*parts: Any) -> Key:
+    """Returns the key that has these parts."""
+    with _keys_lock:
+        return _keys.setdefault(parts, Key())
 
 
 class StepResults(NamedTuple):
@@ -137,7 +140,7 @@ class Frame:
         asks = loop.cond is None, loop.until is None
         defaults = torch.get_default_dtype(), default_device(), autocast.state()
         settings = self.place, torch.is_grad_enabled(), reverse, defaults, asks
-        return Key((tuple(code_of(called.function) for called in loop.functions), carry, xs, settings))
+        return key_of(codes_of(loop), carry, xs, settings)
 
     def again(self, arrays: Arrays | None = None) -> "Frame":
         """A frame for another run of the same step, by default with arrays of which nothing is known yet."""
@@ -197,7 +200,7 @@ class Frame:
 
     def _run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
         state = list(self.loop.init)
-        with watch:
+        with watch if self.arrays.places else nullcontext():
             for k, (i, x) in enumerate(zip(self.places, carry, strict=False)):
                 state[i] = self._stand_in(watch, i, x, k) if i in self.arrays.first else x
         if self.rows is not None:
@@ -234,7 +237,7 @@ class Frame:
         else:
             slices = self._slices(row, watch)
             with watch:
-                returned, y = loop.body(0, loop.tree_of(state), slices, loop.context_at(0))
+                returned, y = loop.call(0, state, slices)
         if loop.counters:
             returned = self._counted(returned, state)
         if numbered or (watch.values is not None and watch.values.told_number):

@@ -34,6 +34,7 @@ from tensorloop.loop.compiled.look.frame import (
     Layout,
     StepResults,
     is_numbered,
+    key_of,
     tensors_of,
 )
 from tensorloop.loop.compiled.look.known_calls import MOST_PATHS, CallTrail, UnknownCall, known_calls
@@ -76,7 +77,7 @@ class Record:
         frame, trace = self.frame, self.trace
         places = tuple(trace.next_carry), tuple(trace.outs), trace.going
         kinds, operations = self.results.outputs()[1], self.written.numbers.skeleton()
-        return Key((frame.root, frame.arrays.key(), kinds, *places, operations))
+        return key_of(frame.root, frame.arrays.key(), kinds, *places, operations)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -179,7 +180,7 @@ def _look_closely(frame: Frame) -> Look:
     # Where there are arrays, an int may be a length.
     frame.open = numbers.open = find_open(skeleton, numbers, ints=not frame.arrays.places)
     noted.captures.extend(numbers.take(frame.place.device).values())
-    key = Key((skeleton, numbers.texts(numbers.open)))
+    key = key_of(skeleton, numbers.texts(numbers.open))
     return Look(frame, key, noted.captures, noted.results, noted.log.draws, noted)
 
 

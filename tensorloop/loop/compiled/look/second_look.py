@@ -40,16 +40,15 @@ def look_twice(look: Look) -> Trace:
     return trace
 
 
-def compare_flags(look: Look) -> None:
+def compare_flags(first: Record) -> None:
     """Where the body asks whether a tensor requires a gradient, it does the same whether all do or none does.
 
     The first look gives it tensors that do not, and what it would do with others shows in no key: so that is looked at
     on every call.
     """
-    first = look.record
-    if first is None or not first.log.watch.asked_grad or not torch.is_grad_enabled():
+    if not first.log.watch.asked_grad or not torch.is_grad_enabled():
         return
-    if record(look.frame.again(), lines=True).written.course() != first.written.course():
+    if record(first.frame.again(), lines=True).written.course() != first.written.course():
         raise Refused(
             "what the body does depends on whether a tensor requires a gradient",
             "decide before the loop, by an argument",

@@ -136,12 +136,10 @@ class RunAtOnce:
         n = len(plan.step.carry)
         missing = frozenset(k for k in plan.flowing_outs if grads[n + k] is None)
         absent = frozenset(i for i in plan.flowing_carry if grads[i] is None)
-        outs = [in_memory(g) for k in plan.flowing_outs if (g := grads[n + k]) is not None]
-        carry = [
-            self._zeros(plan.step.next_carry[i]) if (g := grads[i]) is None else in_memory(g).contiguous()
-            for i in plan.flowing_carry
-        ]
-        return Coming(Missing(missing, absent), carry, outs)
+        outs = [g for k in plan.flowing_outs if (g := grads[n + k]) is not None]
+        carry = [self._zeros(plan.step.next_carry[i]) if (g := grads[i]) is None else g for i in plan.flowing_carry]
+        found = in_memory([*carry, *outs])
+        return Coming(Missing(missing, absent), [x.contiguous() for x in found[: len(carry)]], found[len(carry) :])
 
     def _lengths(self, done: int) -> list[int]:
         """The lengths of arrays after so many steps."""
@@ -154,7 +152,7 @@ class RunAtOnce:
 
     def _placed(self, total: GradientSums) -> list[Any]:
         plan, step = self.plan, self.plan.step
-        found: list[Any] = [None] * len(step.inputs)
+        found: list[Any] = [None] * len(plan.wants)
         n, m = len(step.carry), len(step.sequences)
         reached = plan.reached_in(total.coming.missing, self.done)
         for i, g in zip(plan.flowing_carry, total.carry, strict=True):
@@ -245,7 +243,7 @@ class Looped(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Any, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         """Runs the loop backward."""
         run: RunAtOnce = ctx.run
-        n, kept = len(run.plan.step.inputs), ctx.saved_tensors  # asked for once: torch.utils.checkpoint gives it once
+        n, kept = len(run.plan.wants), ctx.saved_tensors  # asked for once: torch.utils.checkpoint gives it once
         found = [None] * n if all(g is None for g in grads) else _gradients(run, kept, n, grads)
         spare_hooks(kept[:n], found)
         return (None, *found)

@@ -66,6 +66,7 @@ class Plan:
         growth: Sequence[int] = (),
     ) -> None:
         found = complex_pairs.to_pairs(trace, functional(trace, examples), examples, wants)
+        self.of_pairs = found[0] is not trace  # of real numbers, in the place of complex ones
         self.trace, module, examples, wants = found
         self.module = with_backwards(module)  # the step as one calls it: where the loop is, once all is traced
         functions = [n.target for n in self.module.graph.nodes if isinstance(n.target, UserFunction)]
@@ -77,7 +78,7 @@ class Plan:
             put_on(self.module.graph, place.device)
             for x in functions:
                 x.put_on(place.device)
-        self.wants = tuple(wants)
+        self.wants = tuple(wants)  # of each input, whether it has a gradient
         self.flowing_carry = sorted(self.gradients.next_carry_grads)  # leaves of the carry that have a gradient
         self.flowing_outs = sorted(self.gradients.out_grads)  # outs that have one
         self.arrays = {n: i for i, n in enumerate(step.carry) if grows(n)}

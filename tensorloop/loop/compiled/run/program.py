@@ -189,7 +189,7 @@ class Program:
     def _fed_with(self, steps: int, invariants: Sequence[Tensor], sequences: Sequence[Tensor]) -> list[Tensor]:
         """What the loop is given; where that fails, the first step of which it fails."""
         try:
-            return [in_memory(x).contiguous() for x in self._before(steps, *invariants, *sequences)]
+            return [x.contiguous() for x in in_memory(self._before(steps, *invariants, *sequences))]
         except StepFailed:
             raise
         except Exception:
