@@ -19,13 +19,13 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
-import compiled_report
-import harness
-import names
 import torch
-import workloads
-from compiled_workloads import leaves, loss_of
-from script import Result, Script, Target
+from compiled_loops import compiled_report
+from compiled_loops.compiled_workloads import leaves, loss_of
+from pages import names
+from plain_loops import workloads
+from running import harness
+from running.script import Result, Script, Target
 
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.run import node

@@ -1,6 +1,6 @@
 """What gpu.py counts, in a process of its own: launches and waits on the pretended device of tests/device.
 
-python profiling/gpu_counts.py WORKLOAD      # prints them as JSON
+python profiling/compiled_loops/gpu_counts.py WORKLOAD      # prints them as JSON
 """
 
 import json
@@ -67,8 +67,8 @@ def refusals() -> list[str]:
 def counted(workload: str, way: str, steps: int) -> tuple[int, int]:
     """(launches, waits) of forward + backward, once the plan is made."""
     import torch
-    from gpu_workloads import leaves, loss_of
-    from workloads import differentiated
+    from compiled_loops.gpu_workloads import leaves, loss_of
+    from plain_loops.workloads import differentiated
 
     from tests.device import pretended
 

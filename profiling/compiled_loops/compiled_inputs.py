@@ -6,8 +6,8 @@ the last two: there one row is made from others, or there is but one.
 
 from collections.abc import Callable
 
-import loop_inputs
 import numpy as np
+from plain_loops import loop_inputs
 
 Arrays = loop_inputs.Arrays
 Random = np.random.RandomState

@@ -222,7 +222,7 @@ def _compare(found: list[Any], expected: list[Any]) -> list[float]:
 
 def _line_of(error: Exception) -> str:
     """The last line that is neither of torch nor of tensorloop."""
-    ours = (str(Path(tl.__file__).parent), str(Path(torch.__file__).parent), str(Path(__file__).parent))
+    ours = (str(Path(tl.__file__).parent), str(Path(torch.__file__).parent), str(Path(__file__).parents[1]))
     frames = traceback.extract_tb(error.__traceback__)
     frame = next((f for f in reversed(frames) if not f.filename.startswith(ours)), frames[-1])
     path = Path(frame.filename)

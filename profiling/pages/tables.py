@@ -5,10 +5,9 @@ A cell of such a script has kind, workload, T and variant; labels are by workloa
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-import harness
-import names
-import plots
-from script import Result
+from pages import names, plots
+from running import harness
+from running.script import Result
 
 UNITS = {"time": ("total_s", 1e-3, "ms"), "memory": ("peak_bytes", 2**20, "MiB")}  # key, divided by, shown in
 WHAT = {"time": "forward + backward", "memory": "peak memory"}

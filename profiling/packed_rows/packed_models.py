@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
-from packed_ways import Way
+from packed_rows.packed_ways import Way
 from torch import Tensor
 
 from docs.examples.speech import padded

@@ -9,8 +9,8 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import harness
-from harness import Cell, Entry
+from running import harness
+from running.harness import Cell, Entry
 
 FOLDERS = ("tensorloop", "cuda", "profiling", "docs/examples")
 MAY_DIFFER = ("date", "load_at_start", "parts")  # between the parts of a run

@@ -3,8 +3,8 @@
 from typing import Any
 
 from torch import nn
-from zoo_check import WIDTH, Batch, Module
-from zoo_parts import HEADS, HIDDEN
+from zoo_modules.zoo_check import WIDTH, Batch, Module
+from zoo_modules.zoo_parts import HEADS, HIDDEN
 
 
 def layer(**options: Any) -> nn.TransformerEncoderLayer:

@@ -5,7 +5,7 @@ from importlib import import_module
 from typing import Any
 
 from torch import nn
-from zoo_check import Batch
+from zoo_modules.zoo_check import Batch
 
 HEADS, HIDDEN = 2, 16
 WAV = (400, 513, 130, 277)  # samples

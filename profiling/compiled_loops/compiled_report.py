@@ -2,12 +2,11 @@
 
 from pathlib import Path
 
-import harness
-import plots
-import sentences
-from script import Result, Target
+from pages import plots, sentences
+from running import harness
+from running.script import Result, Target
 
-PEER = Path(__file__).resolve().parent / "peers" / "jax_compiled.py"
+PEER = Path(__file__).resolve().parents[1] / "peers" / "jax_compiled.py"
 TITLES = {
     "W2s": "LSTM, B=4, H=32",
     "W2": "LSTM, B=32, H=256",

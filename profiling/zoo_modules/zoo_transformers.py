@@ -6,8 +6,8 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
-from zoo_check import WIDTH, Batch, Module
-from zoo_parts import HEADS, HIDDEN, WAV, find
+from zoo_modules.zoo_check import WIDTH, Batch, Module
+from zoo_modules.zoo_parts import HEADS, HIDDEN, WAV, find
 
 OURS = "tensorloop"
 # Of models of "sdpa"; those of "tensorloop" and "eager" take rows of one entry too.

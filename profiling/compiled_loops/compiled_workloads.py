@@ -9,12 +9,12 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import torch
-from compiled_inputs import ODE_END, make
-from compiled_matrices import MATRICES
-from loop_workloads import Cache, lstm_start, lstm_step, w4_step
+from compiled_loops.compiled_inputs import ODE_END, make
+from compiled_loops.compiled_matrices import MATRICES
+from plain_loops.loop_workloads import Cache, lstm_start, lstm_step, w4_step
+from plain_loops.workloads import Leaves, attend
 from torch import Tensor, nn
 from torch.nn import functional
-from workloads import Leaves, attend
 
 import tensorloop as tl
 

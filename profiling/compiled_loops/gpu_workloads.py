@@ -4,11 +4,11 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any
 
-import compiled_workloads
 import numpy as np
 import torch
+from compiled_loops import compiled_workloads
+from plain_loops.workloads import Leaves
 from torch import Tensor
-from workloads import Leaves
 
 import tensorloop as tl
 

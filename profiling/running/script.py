@@ -25,10 +25,10 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import captions
-import harness
-from harness import Cell, Entry
-from partial import CannotResume, Partial
+from pages import captions
+from running import harness
+from running.harness import Cell, Entry
+from running.partial import CannotResume, Partial
 
 Answer = dict[str, Any]
 Result = dict[str, Any]  # about, again, checks, entries, targets

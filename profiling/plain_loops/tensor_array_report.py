@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
-import harness
-import micro
-import names
-import plots
-import sentences
-import tables
-import workloads
-from script import Result, Target
+from pages import names, plots, sentences, tables
+from plain_loops import micro, workloads
+from running import harness
+from running.script import Result, Target
 
 LABELS = {
     "tensor_array": "TensorArray",

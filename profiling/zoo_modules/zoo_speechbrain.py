@@ -3,8 +3,8 @@
 from typing import Any
 
 import torch
-from zoo_check import WIDTH, Batch, Edit, Module
-from zoo_parts import HEADS, HIDDEN, LONG, REFLECTED, channels_first, find, first, made
+from zoo_modules.zoo_check import WIDTH, Batch, Edit, Module
+from zoo_modules.zoo_parts import HEADS, HIDDEN, LONG, REFLECTED, channels_first, find, first, made
 
 OF_ROWS = Edit(
     "speechbrain.lobes.models.ECAPA_TDNN.AttentiveStatisticsPooling.forward",

@@ -6,8 +6,8 @@ from types import ModuleType
 from typing import Any
 
 from torch import nn
-from zoo_check import WIDTH, Batch, Module
-from zoo_parts import HEADS, HIDDEN, find, made
+from zoo_modules.zoo_check import WIDTH, Batch, Module
+from zoo_modules.zoo_parts import HEADS, HIDDEN, find, made
 
 SIZES = {"dim": WIDTH, "depth": 2, "heads": HEADS, "dim_head": 3, "mlp_dim": HIDDEN}
 

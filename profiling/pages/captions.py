@@ -8,7 +8,7 @@ versions: `runs` takes them apart, and each gets tables of its own.
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from typing import Any
 
-import names
+from pages import names
 
 Result = dict[str, Any]
 About = dict[str, Any]

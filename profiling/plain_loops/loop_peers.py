@@ -7,10 +7,10 @@ from typing import Any
 
 import numpy as np
 import torch
-import workloads
-from script import Peer
+from plain_loops import workloads
+from running.script import Peer
 
-FOLDER = Path(__file__).resolve().parent / "peers"
+FOLDER = Path(__file__).resolve().parents[1] / "peers"
 JAX = Peer("jax", ("jax", "equinox"), lambda cell: is_of(cell, ("lax_", "eqx_")), FOLDER / "jax_loops.py")
 TENSORFLOW = Peer("tf", ("tensorflow",), lambda cell: is_of(cell, ("tf_",)), FOLDER / "tf_loops.py")
 PEERS = (JAX, TENSORFLOW)

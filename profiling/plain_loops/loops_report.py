@@ -2,13 +2,10 @@
 
 from pathlib import Path
 
-import harness
-import loop_workloads as workloads
-import names
-import plots
-import sentences
-import tables
-from script import Result, Target
+from pages import names, plots, sentences, tables
+from plain_loops import loop_workloads as workloads
+from running import harness
+from running.script import Result, Target
 
 LABELS = {
     "W2": {

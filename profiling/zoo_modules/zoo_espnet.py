@@ -3,8 +3,8 @@
 from typing import Any
 
 from torch import nn
-from zoo_check import WIDTH, Batch, Edit, Module
-from zoo_parts import HEADS, HIDDEN, LONG, SHORT, find, made
+from zoo_modules.zoo_check import WIDTH, Batch, Edit, Module
+from zoo_modules.zoo_parts import HEADS, HIDDEN, LONG, SHORT, find, made
 
 ENCODER: dict[str, Any] = {
     "output_size": WIDTH,

@@ -16,9 +16,9 @@ import math
 from collections.abc import Callable, Mapping
 from typing import Any
 
-import loop_inputs
 import numpy as np
 import torch
+from plain_loops import loop_inputs
 from torch import Tensor
 
 from tensorloop import TensorArray

@@ -6,9 +6,9 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-import zoo_espnet
 from torch import Tensor, nn
-from zoo_parts import find
+from zoo_modules import zoo_espnet
+from zoo_modules.zoo_parts import find
 
 import tensorloop as tl
 

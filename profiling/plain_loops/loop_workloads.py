@@ -9,10 +9,10 @@ from collections.abc import Iterable
 from functools import partial
 
 import torch
-import workloads
+from plain_loops import workloads
+from plain_loops.workloads import Leaves, Loop, differentiated, leaves
 from torch import Tensor
 from torch.utils.checkpoint import checkpoint
-from workloads import Leaves, Loop, differentiated, leaves
 
 import tensorloop as tl
 from tensorloop import TensorArray

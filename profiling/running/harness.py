@@ -25,12 +25,12 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
-import resident
 import torch
+from running import resident
 from torch import Tensor
 from tqdm import tqdm
 
-ROOT = Path(__file__).resolve().parents[1]
+ROOT = Path(__file__).resolve().parents[2]
 THREADS = 2
 TIMEOUT_S = 600
 ENVIRONMENT = {  # kind of cell -> variables of its process

@@ -7,8 +7,8 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
+from plain_loops.workloads import Leaves
 from torch import Tensor
-from workloads import Leaves
 
 Parts = tuple[Callable[..., Any], Any, Any, Callable[[Any, Any], Tensor]]
 linalg = torch.linalg
