@@ -27,7 +27,7 @@ from running import harness
 from running.script import Peer, Script
 from torch import Tensor
 
-from tensorloop.compiler.targets.cpu.core import NativeCore
+from tensorloop.compiler.targets.cpu.native_core import NativeCore
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.run import program
 from tensorloop.loop.compiled.run.plan import plans

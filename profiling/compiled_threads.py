@@ -28,7 +28,7 @@ from running import harness
 from running.script import Result, Script, Target
 
 from tensorloop.loop.compiled import front
-from tensorloop.loop.compiled.run import node
+from tensorloop.loop.compiled.run import looped
 
 THREADS = 2
 NOTICED, TIMED = 20, 9  # calls
@@ -72,7 +72,7 @@ def turns(workload: str, T: int, noticed: int, timed: int) -> dict[str, list[flo
         """Of the loop alone, and of all, on so many threads around the loop and in it."""
         torch.set_num_threads(around)
         spent[0], start = 0.0, time.perf_counter()
-        with on_threads(inside, front, "run", spent), on_threads(inside, node.Looped, "backward", spent):
+        with on_threads(inside, front, "run", spent), on_threads(inside, looped.Looped, "backward", spent):
             torch.autograd.grad(loss(), inputs, allow_unused=True)
         return spent[0], time.perf_counter() - start
 

@@ -22,7 +22,7 @@ from tensorloop.compiler.operations import CORE, OPERATIONS
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import CoreCall
 from tensorloop.compiler.targets.choose import make_core, target_of
-from tensorloop.compiler.targets.cpu import core
+from tensorloop.compiler.targets.cpu import native_core
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.listed import CPU, EAGER, TARGETS
 from tensorloop.compiler.targets.target import Target
@@ -114,7 +114,7 @@ def test_floats_of_32_bits(group: list[str]) -> None:
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
 def test_the_eager_target_has_each(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "instead", [lambda recurrence, **_: EagerCore(recurrence)])
+    monkeypatch.setattr(native_core, "instead", [lambda recurrence, **_: EagerCore(recurrence)])
     plans.clear()
     check(group, torch.float64)
     plans.clear()
@@ -138,7 +138,7 @@ def test_a_step_runs_on_the_target_of_its_place() -> None:
     step = recurrence(
         lambda w, x, h: {"carry": [h[0] * w[0] + x[0]]}, [torch.ones(2)], [torch.ones(3, 2)], [torch.ones(2)]
     )
-    for target, kind in ((EAGER, EagerCore), (CPU, core.NativeCore)):
+    for target, kind in ((EAGER, EagerCore), (CPU, native_core.NativeCore)):
         made, lacking = make_core(dataclasses.replace(step, place=target.place(HOST)))
         assert isinstance(made, kind)
         assert lacking is None

@@ -16,7 +16,7 @@ import tensorloop as tl
 from tensorloop.compiler.targets import ptx
 from tensorloop.compiler.targets.ptx import made
 from tensorloop.compiler.targets.ptx.driver import DriverError
-from tensorloop.compiler.targets.ptx.target import PtxTarget
+from tensorloop.compiler.targets.ptx.ptx_target import PtxTarget
 from tensorloop.loop.compiled.run.plan import plans
 from tests.device import kernels, pretended
 from tests.device.kernels import PretendedKernels

@@ -6,10 +6,10 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.memory import symbolic
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.emitter.ir.failures import failure
 from tensorloop.compiler.emitter.ir.kernels import Check
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.lower.calling import in_memory_as
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.operations import aten, values_of

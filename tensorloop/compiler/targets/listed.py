@@ -1,9 +1,9 @@
 """The targets that there are."""
 
-from tensorloop.compiler.targets.cpu.target import CpuTarget
+from tensorloop.compiler.targets.cpu.cpu_target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerTarget
-from tensorloop.compiler.targets.graphs.target import GraphTarget
-from tensorloop.compiler.targets.ptx.target import PtxTarget
+from tensorloop.compiler.targets.graphs.graph_target import GraphTarget
+from tensorloop.compiler.targets.ptx.ptx_target import PtxTarget
 from tensorloop.compiler.targets.target import Target
 
 EAGER = EagerTarget()

@@ -9,19 +9,19 @@ from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan, copying
 from tensorloop.compiler.emitter.device.lane_product import LaneProduct
 from tensorloop.compiler.emitter.device.lane_walk import LaneWalk
 from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Matrix, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.emitter.write import in_order
+from tensorloop.compiler.emitter.write import element_by_element
+from tensorloop.compiler.emitter.write.elements import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
 from tensorloop.compiler.emitter.write.fuse import (
     Unit,
     WalkGroup,
 )
 from tensorloop.compiler.emitter.write.matrices import Matrices
-from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.step_loop import StepLoop, roles
 
 GROWN = "%grown"  # where scratch begins that is as long as arrays
@@ -186,7 +186,7 @@ class KernelBody:
             self._lines(memory, unit, rows, share)
 
     def _lines(
-        self, memory: Memory, unit: "Scatter | in_order.Running", rows: RowRange | None, share: LaneShare
+        self, memory: Memory, unit: "Scatter | element_by_element.Running", rows: RowRange | None, share: LaneShare
     ) -> None:
         """A scatter or a running sum, a line along its dim each lane."""
         bounds = (rows.low, rows.high) if share.rows and rows is not None else None
@@ -197,11 +197,11 @@ class KernelBody:
             for d, place in zip(share.order, places, strict=True):
                 index[d] = place
             if not isinstance(unit, Scatter):
-                in_order.running_line(memory, unit, index, None, 1, None)
+                element_by_element.running_line(memory, unit, index, None, 1, None)
                 return
             with self.code.loop(0, shape[unit.dim]) as loop:
                 index[unit.dim] = loop.index
-                in_order.scatter_one(memory, unit, index)
+                element_by_element.scatter_one(memory, unit, index)
 
         Elements(self.code, share.sizes, bounds, share.count).each(self.plan.lanes, line_at)
 

@@ -8,8 +8,8 @@ from tensorloop.compiler.emitter.device.lanes import MANY, GroupRows, LaneShare,
 from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, carry_beside_outs, near_matrices, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
 from tensorloop.compiler.emitter.device.waits import WaitPlanner
-from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Point, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
@@ -24,7 +24,7 @@ from tensorloop.compiler.emitter.write.fuse import (
 )
 from tensorloop.compiler.emitter.write.matmul import turn_product
 from tensorloop.compiler.emitter.write.matrices import number_checks
-from tensorloop.compiler.emitter.write.rows import share_rows
+from tensorloop.compiler.emitter.write.row_shares import share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported

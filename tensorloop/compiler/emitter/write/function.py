@@ -15,15 +15,16 @@ import dataclasses
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Region, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.failures import goes_on
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Check, Matmul, Matrix, Point, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
+from tensorloop.compiler.emitter.ir.strided_arrays import Region, contiguous
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
-from tensorloop.compiler.emitter.write import calling, in_order, members
+from tensorloop.compiler.emitter.write import calling, element_by_element, members
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
+from tensorloop.compiler.emitter.write.elements import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
 from tensorloop.compiler.emitter.write.fuse import (
     Unit,
@@ -36,9 +37,8 @@ from tensorloop.compiler.emitter.write.fuse import (
 )
 from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels, turn_product
 from tensorloop.compiler.emitter.write.matrices import Matrices, number_checks
-from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
-from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
+from tensorloop.compiler.emitter.write.row_shares import RowShare, share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
 from tensorloop.compiler.emitter.write.step_loop import Role, StepLoop, roles
 from tensorloop.compiler.emitter.write.team import Planner, Team
@@ -267,11 +267,11 @@ class LoopWriter:
             elif isinstance(unit, CallOut):
                 calling.write_call(code, *self.entry)
             elif isinstance(unit, Scatter):
-                in_order.write_scatter(memory, unit, rows)
+                element_by_element.write_scatter(memory, unit, rows)
             elif isinstance(unit, Matrix):
                 self._matrices(memory, unit, rows)
             else:
-                in_order.write_running(memory, unit, rows)
+                element_by_element.write_running(memory, unit, rows)
 
     def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         """A call of a function of its own: products of one shape share it, which is less to compile."""

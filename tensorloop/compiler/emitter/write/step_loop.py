@@ -5,7 +5,7 @@ from collections.abc import Mapping, Sequence
 from tensorloop.compiler.emitter.ir.code import Code, Value
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.emitter.write.memory import Memory
+from tensorloop.compiler.emitter.write.elements import Memory
 
 Role = tuple[str, int]  # a kind of buffer, and which of them
 

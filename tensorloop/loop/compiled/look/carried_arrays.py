@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
-from tensorloop.loop.compiled.look.calls import refusal
+from tensorloop.loop.compiled.look.call_watch import refusal
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import has_holes, kind_of, store_of, with_elements

@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from tensorloop.compiler.refused import STATE, TRIED, Refused, remembered
-from tensorloop.loop.compiled.look.calls import CallWatch
+from tensorloop.loop.compiled.look.call_watch import CallWatch
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.operation_traits import storage_of
 from tensorloop.loop.effects.judge import Effect, Judge

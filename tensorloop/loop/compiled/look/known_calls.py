@@ -20,7 +20,7 @@ from torch import Tensor
 from tensorloop._common.arguments import check_memory
 from tensorloop.compiler.refused import Signal
 from tensorloop.loop.compiled.look import autocast
-from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_fail_calls
+from tensorloop.loop.compiled.look.call_watch import PLAIN, READING, CallWatch, may_fail_calls
 from tensorloop.loop.compiled.look.changing_numbers import Numbers
 from tensorloop.loop.compiled.look.number_read import is_read
 from tensorloop.loop.effects.caught import caught_at

@@ -22,7 +22,7 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls, NeedsGradients
-from tensorloop.loop.compiled.look.calls import SizesTold
+from tensorloop.loop.compiled.look.call_watch import SizesTold
 from tensorloop.loop.compiled.look.changing_numbers import as_tensor, find_open
 from tensorloop.loop.compiled.look.differentiated import check_gradients
 from tensorloop.loop.compiled.look.draws import DrawOp

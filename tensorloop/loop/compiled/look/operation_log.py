@@ -17,11 +17,11 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.dispatch import OperationMode
-from tensorloop.compiler.functions import BEGIN
+from tensorloop.compiler.custom_functions import BEGIN
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.compiler.trace import Ref
-from tensorloop.loop.compiled.look.calls import READING, CallWatch, refusal
+from tensorloop.loop.compiled.look.call_watch import READING, CallWatch, refusal
 from tensorloop.loop.compiled.look.changing_numbers import dtype_for
 from tensorloop.loop.compiled.look.draws import DrawOp, check_draw, draw_op, never_draws
 from tensorloop.loop.compiled.look.number_read import NumberRead

@@ -13,7 +13,7 @@ from torch import Tensor
 from tensorloop._common.user_line import user_place
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.trace import Number, Operation, Ref
-from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
+from tensorloop.loop.compiled.look.call_watch import NUMBERS, refusal
 from tensorloop.loop.compiled.look.operation_traits import OperationTraits, storage_of, with_numbers
 from tensorloop.loop.compiled.look.written_step import WrittenStep
 

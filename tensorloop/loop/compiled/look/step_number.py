@@ -15,7 +15,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
+from tensorloop.loop.compiled.look.call_watch import NUMBERS, refusal
 from tensorloop.loop.compiled.look.number_read import is_read
 
 Log = Callable[[], Any]

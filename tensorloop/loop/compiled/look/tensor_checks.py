@@ -10,8 +10,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.functions import BEGIN, COMING, END
-from tensorloop.loop.compiled.look.calls import refusal
+from tensorloop.compiler.custom_functions import BEGIN, COMING, END
+from tensorloop.loop.compiled.look.call_watch import refusal
 from tensorloop.loop.compiled.look.operation_traits import STRIDED, OperationTraits, check_offset, storage_of
 from tensorloop.loop.compiled.look.written_step import WrittenStep
 

@@ -15,7 +15,7 @@ from torch import Tensor
 from tensorloop._common.user_line import user_place
 from tensorloop.compiler.trace import Number, Operation, Ref
 from tensorloop.loop.compiled.look.autograd_calls import write_cut
-from tensorloop.loop.compiled.look.calls import NUMBERS, CallWatch, refusal
+from tensorloop.loop.compiled.look.call_watch import NUMBERS, CallWatch, refusal
 from tensorloop.loop.compiled.look.changing_numbers import Numbers
 from tensorloop.loop.compiled.look.draws import Generators
 from tensorloop.loop.compiled.look.operation_traits import check_capture, check_device, storage_of

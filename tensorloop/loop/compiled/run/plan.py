@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from tensorloop._common.user_line import UserLine
+from tensorloop.compiler.custom_functions import UserFunction, with_backwards
 from tensorloop.compiler.divide.saving import kept
-from tensorloop.compiler.functions import UserFunction, with_backwards
+from tensorloop.compiler.edge_walks import depends_on, needed_for
 from tensorloop.compiler.graph import complex_pairs
-from tensorloop.compiler.graph.backward import Missing, backward_step, zeros_in
+from tensorloop.compiler.graph.backward_step import Missing, backward_step, zeros_in
 from tensorloop.compiler.graph.capture import StepWithGradients, functional, with_gradients
 from tensorloop.compiler.lengths import Size, grows, versions
 from tensorloop.compiler.operations import aten, bytes_of, is_opaque, with_parts
@@ -25,7 +26,6 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.trace import Trace
 from tensorloop.compiler.verify import verify
-from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.pays import Clock
 from tensorloop.loop.compiled.run.program import Program
 

@@ -18,7 +18,7 @@ from tensorloop.loop.compiled.look.look import Look
 from tensorloop.loop.compiled.look.padded_rows import PaddedScan
 from tensorloop.loop.compiled.run.blocks import MOST_STEPS, Blocks, RunInBlocks, blocks_of
 from tensorloop.loop.compiled.run.drawn_numbers import DrawnNumbers
-from tensorloop.loop.compiled.run.node import Looped, RunAtOnce
+from tensorloop.loop.compiled.run.looped import Looped, RunAtOnce
 from tensorloop.loop.compiled.run.open_end import RunInParts
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.python_condition import PythonCondition

@@ -15,9 +15,9 @@ from torch import Tensor, fx
 from torch.autograd.function import once_differentiable
 
 from tensorloop._torch import transforms
+from tensorloop.compiler.edge_walks import needed_for
 from tensorloop.compiler.lengths import Again
 from tensorloop.compiler.place import put_on
-from tensorloop.compiler.walks import needed_for
 
 _LIBRARY = torch.library.Library("tensorloop_step", "DEF")
 

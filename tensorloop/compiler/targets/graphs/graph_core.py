@@ -11,9 +11,9 @@ from torch import Tensor, fx
 from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
-from tensorloop.compiler.targets.graphs.in_place import InPlace
 from tensorloop.compiler.targets.graphs.recorded import SIZES, Differs, Recorded
-from tensorloop.compiler.targets.graphs.slots import Room, has_arrays
+from tensorloop.compiler.targets.graphs.slot_room import Room, has_arrays
+from tensorloop.compiler.targets.graphs.step_in_place import InPlace
 from tensorloop.compiler.targets.proved import Oracle, raised, warn_of
 
 GRAPHS = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"

@@ -8,10 +8,10 @@ from torch import fx
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, value_of
 from tensorloop.compiler.step import Core, Step, Unsupported
-from tensorloop.compiler.targets.graphs.core import GraphCore
-from tensorloop.compiler.targets.graphs.in_place import InPlace, jumping
+from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
-from tensorloop.compiler.targets.graphs.slots import FEW, MOST, has_arrays
+from tensorloop.compiler.targets.graphs.slot_room import FEW, MOST, has_arrays
+from tensorloop.compiler.targets.graphs.step_in_place import InPlace, jumping
 from tensorloop.compiler.targets.target import Target
 
 # What a graph cannot hold, by torch's own tags: the host waits for a value, or the memory of a result is known late.

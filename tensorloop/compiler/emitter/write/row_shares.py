@@ -5,8 +5,8 @@ What is only read may be read across rows. It is enough to look at addresses, wh
 
 from collections.abc import Mapping, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Matrix, Running, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels

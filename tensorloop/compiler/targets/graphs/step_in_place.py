@@ -14,6 +14,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
+from tensorloop.compiler.edge_walks import needed_for
 from tensorloop.compiler.emitter.lower.growing import scheduled, written
 from tensorloop.compiler.lengths import (
     Length,
@@ -32,8 +33,7 @@ from tensorloop.compiler.operations import (
 )
 from tensorloop.compiler.place import put_on
 from tensorloop.compiler.step import Step, Unsupported
-from tensorloop.compiler.targets.graphs.slots import in_slots
-from tensorloop.compiler.walks import needed_for
+from tensorloop.compiler.targets.graphs.slot_room import in_slots
 
 _ROUNDED = {"sum", "mm", "bmm"}  # otherwise in tensors of other sizes
 _INT_TRAPS = {"remainder", "fmod", "div", "floor_divide"}  # by zero, which a slot that is nobody's may hold

@@ -5,13 +5,13 @@ from typing import NamedTuple
 
 from torch import Tensor, fx
 
-from tensorloop.compiler.functions import FLOW
+from tensorloop.compiler.custom_functions import FLOW
+from tensorloop.compiler.edge_walks import depends_on
 from tensorloop.compiler.graph.capture import Gradients, StepWithGradients
 from tensorloop.compiler.lengths import shape_of
 from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import Step
-from tensorloop.compiler.walks import depends_on
 
 
 class Missing(NamedTuple):

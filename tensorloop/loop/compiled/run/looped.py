@@ -15,7 +15,7 @@ from tensorloop._torch import transforms
 from tensorloop._torch.engine import spare_hooks
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
-from tensorloop.compiler.graph.backward import Missing
+from tensorloop.compiler.graph.backward_step import Missing
 from tensorloop.compiler.lengths import Sized, actual, shape_of
 from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.step import OutOfRange, StepFailed

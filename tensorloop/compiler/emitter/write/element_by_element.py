@@ -5,7 +5,7 @@ from collections.abc import Callable, Sequence
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Running, Scatter, identity
 from tensorloop.compiler.emitter.ir.vector_math import Math
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
+from tensorloop.compiler.emitter.write.elements import Memory, RowRange, walked
 from tensorloop.compiler.lengths import Length
 
 

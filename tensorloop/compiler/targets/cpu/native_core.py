@@ -14,12 +14,12 @@ from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.lowered import lowered
-from tensorloop.compiler.emitter.write import rows
+from tensorloop.compiler.emitter.write import row_shares
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import all_hold
 from tensorloop.compiler.step import CoreCall, OutOfRange, Step, StepFailed
-from tensorloop.compiler.targets.cpu import cache, threads
-from tensorloop.compiler.targets.cpu.called import CalledOperations
+from tensorloop.compiler.targets.cpu import loop_threads, object_cache
+from tensorloop.compiler.targets.cpu.called_operations import CalledOperations
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
 from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.compiler.targets.given import NO_SLOT, OUT_OF_RANGE, NeededTensors, as_numbers, lay_out, matrix_failed
@@ -44,16 +44,16 @@ def rows_meet(step: Step, count: int, own: Container[fx.Node]) -> bool:
     kernels = lowered(step)
     made = LoopWriter(kernels, host())
     read = zip((*step.sequences, *step.invariants), (*kernels.sequences, *kernels.invariants), strict=True)
-    return rows.do_rows_meet(kernels, made.units, count, [array for n, array in read if n in own])
+    return row_shares.do_rows_meet(kernels, made.units, count, [array for n, array in read if n in own])
 
 
-def emit(step: Step, *, folder: cache.Folder | None = None, target: Machine | None = None) -> "NativeCore":
+def emit(step: Step, *, folder: object_cache.Folder | None = None, target: Machine | None = None) -> "NativeCore":
     """Returns one native function for a step; Unsupported where an operation or this machine is not known."""
     if instead:
         return instead[-1](step, folder=folder, target=target)
     target = target or host()
     kernels, text = text_of(step, target)
-    code = machine_code(text.module, target, folder or cache.user_folder())
+    code = machine_code(text.module, target, folder or object_cache.user_folder())
     return NativeCore(kernels, text, Loaded(code, target))
 
 
@@ -103,9 +103,9 @@ class NativeCore:
         self._check(call)
         text = self.text
         if text.barriers:
-            parts, apart = threads.together(text.shared, text.barriers, steps), 1
+            parts, apart = loop_threads.together(text.shared, text.barriers, steps), 1
         else:
-            parts = apart = threads.parts(text.rows, steps * text.work)
+            parts = apart = loop_threads.parts(text.rows, steps * text.work)
         memory = self._take(apart, self._growing(steps, call.lengths))
         laid, totals, carry, done = self._laid(call.invariants), self._totals(call.sums, parts), call.carry, 0
         most = steps if self._whole else max(PIECE[0] * parts // max(text.work, PIECE[1]), 1)
@@ -241,17 +241,17 @@ class NativeCore:
                 fixed = {"invariant": tensors[:n], "constant": tensors[n : n + m]}
                 called[:] = [CalledOperations(self.text.calls, scratch, fixed)]
             called[0].begin(ctypes.c_int64.from_address(table + 8 * len(tensors)).value + 24)
-        team = threads.here.team  # else this thread does the parts, one after the other: the same bits
+        team = loop_threads.here.team  # else this thread does the parts, one after the other: the same bits
         if pack:
             self._loaded.prepare(table)
         if parts == 1 or (self.text.barriers and not team):
             self._loaded.run(table, steps, 0, 1 if self.text.barriers else self.text.rows, scratch, 0)
         elif self.text.barriers:
-            threads.run_together(self._loaded.member, table, steps, scratch, parts)
+            loop_threads.run_together(self._loaded.member, table, steps, scratch, parts)
         else:
             each = self.text.scratch + self._growing(steps, lengths)
-            enter = threads.team(self._loaded.member, parts) if team else self._loaded.alone
-            threads.run(enter, table, steps, (scratch, each), self.text.rows, parts)
+            enter = loop_threads.team(self._loaded.member, parts) if team else self._loaded.alone
+            loop_threads.run(enter, table, steps, (scratch, each), self.text.rows, parts)
         if called:
             called[0].end()
 
