@@ -126,9 +126,9 @@ INNER_DOORS = {
     *_of("compiler.emitter.lower", "reductions special"),
     *_of(
         "compiler.emitter.write",
-        "bounds element_by_element elements factorings function fuse matmul matrices row_shares scratch",
+        "bounds element_by_element elements factorings function fuse matrices row_shares scratch",
     ),
-    *_of("compiler.emitter.write", "step_loop walk_body"),
+    *_of("compiler.emitter.write", "step_loop units walk_body"),
     *_of("compiler.emitter.device", "devices kernel"),
     *_of("compiler.targets", "eager given proved target cpu.host cpu.object_cache cpu.cpu_target ptx.ptx_target"),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),

@@ -16,10 +16,7 @@ from tensorloop.compiler.emitter.ir.kernels import Check, Gather, Scatter
 from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.function import operations_of
-from tensorloop.compiler.emitter.write.fuse import (
-    Unit,
-    WalkGroup,
-)
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.scratch import line
 from tensorloop.compiler.lengths import Length, Size, actual
 from tensorloop.compiler.step import Unsupported

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.device_math import DeviceMath
 from tensorloop.compiler.emitter.device.devices import Device
-from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan, copying
+from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lane_product import LaneProduct
 from tensorloop.compiler.emitter.device.lane_walk import LaneWalk
 from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
@@ -17,12 +17,10 @@ from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write import element_by_element
 from tensorloop.compiler.emitter.write.elements import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
-from tensorloop.compiler.emitter.write.fuse import (
-    Unit,
-    WalkGroup,
-)
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matrices import Matrices
 from tensorloop.compiler.emitter.write.step_loop import StepLoop, roles
+from tensorloop.compiler.emitter.write.units import copying
 
 GROWN = "%grown"  # where scratch begins that is as long as arrays
 

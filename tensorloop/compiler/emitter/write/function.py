@@ -13,35 +13,28 @@ the lengths of arrays before the first step, and the greatest that they have bef
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.failures import goes_on
-from tensorloop.compiler.emitter.ir.kernels import CallOut, Check, Matmul, Matrix, Point, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Check, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
-from tensorloop.compiler.emitter.ir.strided_arrays import Region, contiguous
+from tensorloop.compiler.emitter.ir.strided_arrays import Region
 from tensorloop.compiler.emitter.lower import growing
-from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write import calling, element_by_element, members
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
 from tensorloop.compiler.emitter.write.elements import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
-from tensorloop.compiler.emitter.write.fuse import (
-    Unit,
-    WalkGroup,
-    drop_unread,
-    find_stored,
-    group_walks,
-    join_additions,
-    split_by_readers,
-)
-from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels, turn_product
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels
 from tensorloop.compiler.emitter.write.matrices import Matrices, number_checks
 from tensorloop.compiler.emitter.write.nest import Nest
 from tensorloop.compiler.emitter.write.row_shares import RowShare, share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
 from tensorloop.compiler.emitter.write.step_loop import Role, StepLoop, roles
 from tensorloop.compiler.emitter.write.team import Planner, Team
+from tensorloop.compiler.emitter.write.units import copying, find_grown, put_together
 from tensorloop.compiler.lengths import Length
 
 MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length
@@ -81,14 +74,8 @@ class LoopWriter:
 
     def __init__(self, step: LoweredStep, target: Machine) -> None:
         self.step, self.target = step, target
-        kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
-        kept |= {step.going.buffer} if step.going is not None else set()
-        kernels = [growing.ordered(kernel) for kernel in drop_unread(step.kernels, kept)]
-        kernels = [turn_product(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
-        kernels = split_by_readers(join_additions(kernels, kept), kept)
-        self.units: list[Unit] = group_walks(kernels)
+        self.units, self.stored = put_together(step)
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
-        self.stored = find_stored(self.units, kept)
         self.packed = plan_panels(self.units, target)
         self.checks = number_checks(self.units, target)
         work = [operations_of(unit) for unit in self.units]
@@ -105,8 +92,7 @@ class LoopWriter:
         if self.split is None and not self.calls:
             found = Planner(self.packed, self.stored, self.offsets, target).plan(step, self.units, work)
             self.team = found if found is not None and target.worth_sharing(found.shared, found.barriers) else None
-        buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
-        self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and self._grows(one)]
+        self.growing = find_grown(self.units, self.stored)
         bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
@@ -160,10 +146,6 @@ class LoopWriter:
         first = module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared
         return LoopText(*first, self.checks, held, calls)
 
-    def _grows(self, buffer: Region) -> bool:
-        """Whether a buffer is as long as an array in the carry."""
-        return isinstance(buffer.numel, Length)
-
     def _is_apart(self, n: int) -> bool:
         """Whether each part of the rows has a sum of its own."""
         return self.split is not None and self.step.sums[n].buffer in self.split.apart
@@ -203,8 +185,7 @@ class LoopWriter:
         if self.team is not None:
             self._wait(code)
         after, done = loop.end(memory, *([goes_on(code, code.pointer(status, 16))] if self.checks else []))
-        count = f"store i64 {done}, ptr {status}, align 8"
-        self._finish(memory, after, last, leading, lambda: code.line(count))
+        self._finish(memory, zip(after, last, strict=True), leading, f"store i64 {done}, ptr {status}, align 8")
         if self.calls:
             calling.write_end(code, status)
 
@@ -318,38 +299,23 @@ class LoopWriter:
         given = ", ".join([*places, *more.values(), f"i64 {low}, i64 {high}"])
         memory.code.line(f"call void @{name}({given})")
 
-    def _finish(
-        self,
-        memory: Memory,
-        after: list[str],
-        last: list[str],
-        leading: Value | None,
-        count: Callable[[], None],
-    ) -> None:
-        """The last carry into the caller's memory."""
+    def _finish(self, memory: Memory, ends: Iterable[tuple[str, str]], leading: Value | None, count: str) -> None:
+        """The last carry into the caller's memory: from where, to where. What has no rows, the first thread copies."""
         shared: list[WalkGroup] = []
-        for array, source, place in zip(self.step.carry, after, last, strict=True):
-            a, b = (Region("last", n, array.buffer.numel, array.dtype) for n in range(2))
-            memory.pointers[a], memory.pointers[b] = source, place
+        for array, (source, place) in zip(self.step.carry, ends, strict=True):
             if not array.numel or array.buffer.kind == "array":
                 continue
-            x, y = contiguous(a, array.shape), contiguous(b, array.shape)
-            group = WalkGroup(y.squeeze().shape, [Point("copy", copied, (x.squeeze(),), y.squeeze())])
+            group = copying(array.squeeze())
+            (x,), (y,) = group.reads(), group.writes()
+            memory.pointers[x.buffer], memory.pointers[y.buffer] = source, place
             if self.split is not None and self.split.buffers[array.buffer]:
-                Nest(memory, group, {b}, RowRange("%low", "%high", 0)).emit()
+                Nest(memory, group, {y.buffer}, RowRange("%low", "%high", 0)).emit()
             else:
                 shared.append(group)
-
-        def rest() -> None:
-            count()
+        with contextlib.nullcontext() if leading is None else memory.code.when(leading):
+            memory.code.line(count)
             for group in shared:
                 Nest(memory, group, {array.buffer for array in group.writes()}, None).emit()
-
-        if leading is None:
-            rest()
-        else:
-            with memory.code.when(leading):
-                rest()
 
 
 def _read_address(code: Code, place: int) -> str:
