@@ -124,11 +124,8 @@ INNER_DOORS = {
     *_of("compiler.emitter.ir", "code failures kernels machine strided_arrays vector_math"),
     *_of("compiler.emitter.lower", "calling convolution growing indexing lowering matrices movement numbers pointwise"),
     *_of("compiler.emitter.lower", "reductions special"),
-    *_of(
-        "compiler.emitter.write",
-        "bounds element_by_element elements factorings function fuse matrices row_shares scratch",
-    ),
-    *_of("compiler.emitter.write", "step_loop units walk_body"),
+    *_of("compiler.emitter.write", "bounds element_by_element elements factorings function fuse matrices row_shares"),
+    *_of("compiler.emitter.write", "scratch step_loop units walk_body"),
     *_of("compiler.emitter.device", "devices kernel"),
     *_of("compiler.targets", "eager given proved target cpu.host cpu.object_cache cpu.cpu_target ptx.ptx_target"),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),

@@ -71,8 +71,7 @@ class OperationLog(OperationMode):
     ) -> None:
         super().__init__()
         self.watch = CallWatch() if trail is None else trail  # sees the calls around the operations
-        path = [] if trail is None else trail.path
-        self.written = WrittenStep(arguments, self.watch, path, device, lines)
+        self.written = WrittenStep(arguments, self.watch, device, lines)
         self.checks = TensorChecks(self.written)
         self.values = values
         self.draws: list[DrawOp] = []
@@ -151,7 +150,7 @@ class OperationLog(OperationMode):
         out = func(*self._given(func, args, kwargs), **kwargs)
         self.checks.made(out, written.made(out), moves=moves, empty=traits.empty)
         if written.lines:
-            self._write(func, traits, args, kwargs, noted, out, cut)
+            self._write(func, traits, (args, kwargs), noted, out, cut)
         if self._parts is not None:
             written.operations += self._parts.noted(func, traits, args, kwargs, out)
         if len(written.functions) > MOST_OPERATIONS:
@@ -195,18 +194,9 @@ class OperationLog(OperationMode):
             args = tuple([zeros if z is self._instead else z for z in y] if isinstance(y, list) else y for y in args)
         return args
 
-    def _write(
-        self,
-        func: Any,
-        traits: OperationTraits,
-        args: Sequence[Any],
-        kwargs: dict[str, Any],
-        noted: tuple[Any, Any],
-        out: Any,
-        cut: bool,
-    ) -> None:
+    def _write(self, func: Any, traits: OperationTraits, given: Any, noted: Any, out: Any, cut: bool) -> None:
         """Writes an operation down that has run."""
-        written, calls = self.written, self.watch.autograd
+        (args, kwargs), written, calls = given, self.written, self.watch.autograd
         if func is _aten.detach.default:
             if calls is not None:
                 calls.detached(written.number_of(args[0]), written.number_of(out))
@@ -215,9 +205,9 @@ class OperationLog(OperationMode):
             self.checks.follow(args, out, cut)
         cut = cut and self._grad
         if cut and traits.writes and is_live(traits.written(args, kwargs)[0]):
-            written.write_cut(func, *noted, out)
+            written.write_cut(func, noted[0], noted[1], out)
         else:
-            written.write(func, *noted, written.structure(out), cut)
+            written.write(func, noted[0], noted[1], written.structure(out), cut)
 
     def _draw(self, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], noted: Any) -> Any:
         """Runs an operation that draws random numbers; to the step they are given, like xs."""

@@ -61,9 +61,7 @@ class TensorChecks:
                 self._read_backward.add(storage_of(x))
         return moves
 
-    def write(
-        self, func: Any, traits: OperationTraits, args: Sequence[Any], kwargs: dict[str, Any], moves: bool
-    ) -> None:
+    def write(self, func: Any, traits: OperationTraits, args: Sequence[Any], kwargs: Any, moves: bool) -> None:
         """Refuses masks as indices, writes to what no step may write to, and places counted in memory from outside."""
         traits.check_masks(args)
         for x in traits.written(args, kwargs):

@@ -29,16 +29,13 @@ _KEEPS = (_aten._scaled_dot_product_efficient_attention.default, _aten._scaled_d
 class WrittenStep:
     """What a step on these arguments did; with `lines` all of it, else what makes its key.
 
-    `watch` sees the calls around the operations, of which `path` is a list if they are noted. `device` is that of the
-    loop, None where that is no matter.
+    `watch` sees the calls around the operations. `device` is that of the loop, None where that is no matter.
     """
 
-    def __init__(
-        self, arguments: Sequence[Tensor], watch: CallWatch, path: Sequence[Any], device: Where, lines: bool
-    ) -> None:
+    def __init__(self, arguments: Sequence[Tensor], watch: CallWatch, device: Where, lines: bool) -> None:
         self.device, self.lines = device, lines
         self.key: list[Any] = []
-        self.numbers = Numbers(self.key, path)  # of Python, that operations are given
+        self.numbers = Numbers(self.key, watch.path)  # of Python, that operations are given
         self.operations: list[Operation] = []
         self.tensors: list[Tensor] = list(arguments)  # by number; held, so that no id comes twice
         self.captures: dict[int, Tensor] = {}  # by number
