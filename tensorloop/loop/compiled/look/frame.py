@@ -58,7 +58,7 @@ class Key:
 
 
 _keys: "WeakValueDictionary[tuple[Any, ...], Key]" = WeakValueDictionary()
-_keys_lock = threading.Lock()
+_keys_lock = threading.RLock()
 
 
 def key_of(*parts: Any) -> Key:
