@@ -12,10 +12,10 @@ from argparse import Namespace
 from collections.abc import Callable, Sequence
 from typing import Any
 
-import harness
-import sentences
 import torch
-from script import Result, Script, Target
+from pages import sentences
+from running import harness
+from running.script import Result, Script, Target
 from torch import Tensor
 
 import tensorloop as tl

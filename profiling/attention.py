@@ -11,11 +11,10 @@ from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
-import plots
-import sentences
 import torch
-from script import Result, Script, Target
+from pages import plots, sentences
+from running import harness
+from running.script import Result, Script, Target
 from torch import Tensor
 from torch.nn import functional as F
 from torch.nn.attention.flex_attention import create_block_mask

@@ -15,13 +15,12 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import beam_g2p
-import beam_models as models
-import harness
-import plots
-import sentences
 import torch
-from script import Peer, Place, Result, Script, Target
+from pages import plots, sentences
+from running import harness
+from running.script import Peer, Place, Result, Script, Target
+from whole_models import beam_g2p
+from whole_models import beam_models as models
 
 from tensorloop import memory
 

@@ -20,10 +20,9 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-import captions
-import harness
-import names
-from script import Result, Target
+from pages import captions, names
+from running import harness
+from running.script import Result, Target
 
 FOLDER = Path(__file__).resolve().parent
 SCRIPTS = (

@@ -14,8 +14,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import captions
-import harness
+from pages import captions
+from running import harness
 
 PAGE, MARKER = "docs/benchmarks/README.md", "headline"
 PICTURE = "docs/images/benchmarks.svg"

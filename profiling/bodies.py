@@ -14,10 +14,10 @@ from argparse import Namespace
 from functools import partial
 from typing import Any
 
-import harness
 import torch
-from body_workloads import BODIES, called, cdist_alone
-from script import Peer, Result, Script, Target
+from compiled_loops.body_workloads import BODIES, called, cdist_alone
+from running import harness
+from running.script import Peer, Result, Script, Target
 
 from tensorloop.loop.compiled import front
 

@@ -18,17 +18,16 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Callable, Iterator
 from typing import Any
 
-import compiled_report as report
-import harness
-import loop_peers
-import names
 import torch
-import workloads
-from compiled_workloads import leaves, loss_of
-from script import Peer, Script
+from compiled_loops import compiled_report as report
+from compiled_loops.compiled_workloads import leaves, loss_of
+from pages import names
+from plain_loops import loop_peers, workloads
+from running import harness
+from running.script import Peer, Script
 from torch import Tensor
 
-from tensorloop.compiler.targets.cpu.core import NativeCore
+from tensorloop.compiler.targets.cpu.native_core import NativeCore
 from tensorloop.loop.compiled import front
 from tensorloop.loop.compiled.run import program
 from tensorloop.loop.compiled.run.plan import plans

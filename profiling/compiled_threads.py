@@ -19,16 +19,16 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Iterator
 from typing import Any
 
-import compiled_report
-import harness
-import names
 import torch
-import workloads
-from compiled_workloads import leaves, loss_of
-from script import Result, Script, Target
+from compiled_loops import compiled_report
+from compiled_loops.compiled_workloads import leaves, loss_of
+from pages import names
+from plain_loops import workloads
+from running import harness
+from running.script import Result, Script, Target
 
 from tensorloop.loop.compiled import front
-from tensorloop.loop.compiled.run import node
+from tensorloop.loop.compiled.run import looped
 
 THREADS = 2
 NOTICED, TIMED = 20, 9  # calls
@@ -72,7 +72,7 @@ def turns(workload: str, T: int, noticed: int, timed: int) -> dict[str, list[flo
         """Of the loop alone, and of all, on so many threads around the loop and in it."""
         torch.set_num_threads(around)
         spent[0], start = 0.0, time.perf_counter()
-        with on_threads(inside, front, "run", spent), on_threads(inside, node.Looped, "backward", spent):
+        with on_threads(inside, front, "run", spent), on_threads(inside, looped.Looped, "backward", spent):
             torch.autograd.grad(loss(), inputs, allow_unused=True)
         return spent[0], time.perf_counter() - start
 

@@ -15,9 +15,9 @@ from argparse import ArgumentParser, Namespace
 from typing import Any
 
 import g2p_padding as padding
-import harness
 import torch
-from script import Result, Script
+from running import harness
+from running.script import Result, Script
 from torch import Tensor
 from torch.nn import functional as F
 

@@ -20,12 +20,12 @@ from collections.abc import Callable, Sequence
 from functools import cache
 from typing import Any, NamedTuple
 
-import harness
 import torch
-from g2p_padded import PaddedExamples, mean_loss
-from script import Result, Script
+from running import harness
+from running.script import Result, Script
 from torch import Tensor
 from torch.nn import functional as F
+from whole_models.g2p_padded import PaddedExamples, mean_loss
 
 from docs.examples.g2p import data
 from docs.examples.g2p.cli import DEMO_WORDS, SIZES

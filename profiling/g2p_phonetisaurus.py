@@ -14,8 +14,8 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import harness
-from script import Place, Result, Script
+from running import harness
+from running.script import Place, Result, Script
 
 from docs.examples.g2p import data
 from docs.examples.g2p.scoring import score

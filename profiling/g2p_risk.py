@@ -20,9 +20,9 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
-import captions
-import harness
 import torch
+from pages import captions
+from running import harness
 from tqdm import tqdm
 
 from docs.examples.g2p import data

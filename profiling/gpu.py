@@ -22,15 +22,13 @@ from functools import partial
 from pathlib import Path
 from typing import Any
 
-import compiled_report
-import gpu_counts
-import harness
-import loop_peers
-import names
 import torch
-import workloads
-from gpu_workloads import HEADS, leaves, loss_of
-from script import Peer, Result, Script
+from compiled_loops import compiled_report, gpu_counts
+from compiled_loops.gpu_workloads import HEADS, leaves, loss_of
+from pages import names
+from plain_loops import loop_peers, workloads
+from running import harness
+from running.script import Peer, Result, Script
 
 from tensorloop.loop.compiled import front
 

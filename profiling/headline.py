@@ -13,16 +13,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import beam
-import beam_models
 import compiled
-import compiled_workloads
-import harness
-import loop_workloads
 import packed
 import torch
-import workloads
-from script import Result, Script, differing
+from compiled_loops import compiled_workloads
+from plain_loops import loop_workloads, workloads
+from running import harness
+from running.script import Result, Script, differing
 from torch import Tensor
+from whole_models import beam_models
 
 from docs import curve
 

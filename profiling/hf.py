@@ -21,12 +21,10 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
-import harness
-import hf_packed
-import hf_search
-import plots
-import sentences
-from script import Result, Script, Target
+from pages import plots, sentences
+from running import harness
+from running.script import Result, Script, Target
+from whole_models import hf_packed, hf_search
 
 MIB = 2**20
 MODELS = ("GPT-2", "Llama", "grouped heads")

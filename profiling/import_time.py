@@ -17,9 +17,9 @@ from argparse import Namespace
 from pathlib import Path
 from typing import Any
 
-import harness
-import plots
-from script import Result, Script, Target
+from pages import plots
+from running import harness
+from running.script import Result, Script, Target
 
 BUDGET_MS = 100
 HOW = ("kept", "compiled anew")

@@ -16,10 +16,10 @@ from collections.abc import Callable, Iterable
 from pathlib import Path
 from typing import Any
 
-import harness
-import plots
 import torch
-from script import Result, Script, Target
+from pages import plots
+from running import harness
+from running.script import Result, Script, Target
 from torch import Tensor
 
 import tensorloop as tl

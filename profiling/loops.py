@@ -12,16 +12,15 @@ from argparse import ArgumentParser, Namespace
 from collections.abc import Sequence
 from typing import Any
 
-import harness
 import loop_overhead
-import loop_peers
-import loop_workloads as workloads
-import loops_report as report
-import names
-import tables
 import torch
-from script import Script
-from workloads import differentiated, gradients, leaves
+from pages import names, tables
+from plain_loops import loop_peers
+from plain_loops import loop_workloads as workloads
+from plain_loops import loops_report as report
+from plain_loops.workloads import differentiated, gradients, leaves
+from running import harness
+from running.script import Script
 
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "quick": {"W2": (8,), "W3": (8,), "W4": (24,), "W5": (12,)},

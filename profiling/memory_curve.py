@@ -16,20 +16,14 @@ from argparse import ArgumentParser, Namespace
 from pathlib import Path
 from typing import Any
 
-import harness
-import loop_peers
-import loop_workloads
 import loops
-import loops_report
-import plots
-import sentences
-import tables
-import tensor_array_report
 import torch
-import workloads
-from names import add_only
-from script import Result, Script, Target
-from workloads import Loop
+from pages import plots, sentences, tables
+from pages.names import add_only
+from plain_loops import loop_peers, loop_workloads, loops_report, tensor_array_report, workloads
+from plain_loops.workloads import Loop
+from running import harness
+from running.script import Result, Script, Target
 
 WAYS: dict[str, dict[str, Loop]] = {
     "W1": workloads.VARIANTS["W1"],

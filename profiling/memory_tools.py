@@ -15,9 +15,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import torch
-from script import Result, Script, Target
+from running import harness
+from running.script import Result, Script, Target
 from torch import Tensor, nn
 
 from tensorloop._torch.dispatch import OperationMode

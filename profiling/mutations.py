@@ -100,7 +100,7 @@ ROOMS = {
     ),
     "graph": Room(
         _each(
-            ("compiler/graph/simplify.py", "compiler/graph/backward.py", "compiler/graph/capture.py"),
+            ("compiler/graph/simplify.py", "compiler/graph/backward_step.py", "compiler/graph/capture.py"),
             "tests/compiled/test_compiled_values.py",
             "tests/compiled/test_compiled_missing.py",
             "tests/compiled/test_compiled_inputs.py",
@@ -111,7 +111,11 @@ ROOMS = {
         _each(
             (
                 *("compiler/emitter/lower/movement.py", "compiler/emitter/lower/indexing.py"),
-                *("compiler/emitter/write/fuse.py", "compiler/emitter/write/nest.py", "compiler/emitter/write/rows.py"),
+                *(
+                    "compiler/emitter/write/fuse.py",
+                    "compiler/emitter/write/nest.py",
+                    "compiler/emitter/write/row_shares.py",
+                ),
             ),
             "tests/compiler/test_operations.py",
             "tests/compiler/test_emitter_loops.py",
@@ -183,7 +187,7 @@ ROOMS = {
     "graphs": Room(
         _each(
             (
-                *(f"compiler/targets/graphs/{name}.py" for name in ("core", "recorded", "target")),
+                *(f"compiler/targets/graphs/{name}.py" for name in ("graph_core", "recorded", "graph_target")),
                 "compiler/targets/proved.py",
             ),
             *("--device", *(f"tests/device/test_{name}.py" for name in ("graphs", "graph_calls", "proved"))),

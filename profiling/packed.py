@@ -16,14 +16,12 @@ from functools import cache, partial
 from pathlib import Path
 from typing import Any
 
-import harness
-import packed_models
-import packed_ways
-import plots
-import sentences
 import torch
-from packed_ways import FEATURES, PERMUTED, ROWS
-from script import Peer, Result, Script, Target
+from packed_rows import packed_models, packed_ways
+from packed_rows.packed_ways import FEATURES, PERMUTED, ROWS
+from pages import plots, sentences
+from running import harness
+from running.script import Peer, Result, Script, Target
 from torch import Tensor
 
 from tensorloop import memory

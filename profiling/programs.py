@@ -19,11 +19,10 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
-import plots
-import sentences
 import torch
-from script import Peer, Result, Script, Target
+from pages import plots, sentences
+from running import harness
+from running.script import Peer, Result, Script, Target
 from torch import Tensor
 
 from docs.examples.recipes import act, ode, rnnt

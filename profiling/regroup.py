@@ -13,12 +13,11 @@ from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
-import harness
 import numpy as np
-import plots
-import sentences
 import torch
-from script import Peer, Result, Script, Target
+from pages import plots, sentences
+from running import harness
+from running.script import Peer, Result, Script, Target
 from torch import Tensor
 
 from tensorloop.kernels.cpu import regroup as cpu_moves

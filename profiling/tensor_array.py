@@ -10,13 +10,12 @@ import sys
 from argparse import Namespace
 from typing import Any
 
-import harness
-import micro
-import tables
-import tensor_array_report as report
 import torch
-import workloads
-from script import Script
+from pages import tables
+from plain_loops import micro, workloads
+from plain_loops import tensor_array_report as report
+from running import harness
+from running.script import Script
 
 SIZES: dict[str, dict[str, tuple[int, ...]]] = {
     "quick": {"W3": (8,)},

@@ -13,9 +13,9 @@ from argparse import Namespace
 from collections.abc import Callable
 from typing import Any
 
-import harness
 import torch
-from script import Peer, Result, Script, Target
+from running import harness
+from running.script import Peer, Result, Script, Target
 from torch import Tensor
 
 import tensorloop as tl

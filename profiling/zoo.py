@@ -19,16 +19,18 @@ import warnings
 from argparse import ArgumentParser, Namespace
 from typing import Any
 
-import harness
-import zoo_bench
-import zoo_check
-import zoo_einops
-import zoo_espnet
-import zoo_speechbrain
-import zoo_torch
-import zoo_torchaudio
-import zoo_transformers
-from script import Peer, Result, Script, Target
+from running import harness
+from running.script import Peer, Result, Script, Target
+from zoo_modules import (
+    zoo_bench,
+    zoo_check,
+    zoo_einops,
+    zoo_espnet,
+    zoo_speechbrain,
+    zoo_torch,
+    zoo_torchaudio,
+    zoo_transformers,
+)
 
 LISTS = {
     "torch": zoo_torch.MODULES,

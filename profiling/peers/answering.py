@@ -15,7 +15,7 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import numpy as np
-import resident
+from running import resident
 
 Cell = dict[str, Any]
 

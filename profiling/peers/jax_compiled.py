@@ -11,7 +11,7 @@ import answering
 import equinox.internal as eqxi  # pyright: ignore[reportMissingImports]
 import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-from compiled_inputs import ODE_END, make
+from compiled_loops.compiled_inputs import ODE_END, make
 from jax import lax  # pyright: ignore[reportMissingImports]
 from jax_loops import Arrays, executable, lstm_step, threads, w1, w3_carried, w4_checkpointed, w4_told
 from jax_matrices import MATRICES

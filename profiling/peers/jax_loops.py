@@ -13,9 +13,9 @@ import answering
 import equinox.internal as eqxi  # pyright: ignore[reportMissingImports]
 import jax  # pyright: ignore[reportMissingImports]
 import jax.numpy as jnp  # pyright: ignore[reportMissingImports]
-import loop_inputs
 import numpy as np
 from jax import lax  # pyright: ignore[reportMissingImports]
+from plain_loops import loop_inputs
 
 Arrays = dict[str, Any]  # name -> jax array
 

@@ -13,9 +13,9 @@ from typing import Any
 os.environ.setdefault("TF_CPP_MIN_LOG_LEVEL", "3")
 
 import answering
-import loop_inputs
 import numpy as np
 import tensorflow as tf  # pyright: ignore[reportMissingImports, reportMissingModuleSource]
+from plain_loops import loop_inputs
 
 Tensors = dict[str, Any]  # name -> tensor
 

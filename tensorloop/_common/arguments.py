@@ -11,7 +11,7 @@ from torch.nn.utils.rnn import PackedSequence
 
 from tensorloop._common.errors import Freed, WrongIndex, WrongType, WrongValue
 from tensorloop._torch import transforms
-from tensorloop._torch.storage import lacks_memory
+from tensorloop._torch.storage import freed
 
 INTEGERS = frozenset({torch.uint8, torch.int8, torch.int16, torch.int32, torch.int64})
 
@@ -59,12 +59,11 @@ def describe(x: Any) -> str:
 
 def check_memory(tensors: Iterable[Tensor], what: str) -> None:
     """Raises where a tensor's storage ends before its last number: what reads it would read what is not there."""
-    for x in tensors:
-        if lacks_memory(x):
-            raise Freed(
-                f"{describe(x)}, {what}, has lost its memory (untyped_storage().resize_()); "
-                f"let it have all of it until backward has run"
-            )
+    if (x := freed(tensors)) is not None:
+        raise Freed(
+            f"{describe(x)}, {what}, has lost its memory (untyped_storage().resize_()); "
+            f"let it have all of it until backward has run"
+        )
 
 
 def slots(n: int) -> str:

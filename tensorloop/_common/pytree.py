@@ -51,6 +51,14 @@ class Tree:
         return leaves[0] if self._unflatten is _unflatten_leaf else self._unflatten(leaves, 0)[0]
 
 
+def taken_apart(example: Any) -> tuple[Tree, list[Any]]:
+    """The structure of a tree, and its leaves."""
+    tree = Tree(example)
+    leaves = tree.flatten(example)
+    assert leaves is not None
+    return tree, leaves
+
+
 def register(kind: type, flatten: Callable[[Any], tuple[list[Any], Any]], unflatten: Callable[..., Any]) -> None:
     """Makes a class a node, for torch and for us: what its leaves are, and the object of leaves and structure."""
     if kind not in _pytree.SUPPORTED_NODES:

@@ -1,5 +1,7 @@
 """Whether a tensor has memory, and its numbers stand there. A private name of torch, tried with 2.11 to 2.15."""
 
+from collections.abc import Iterable
+
 import torch
 from torch import Tensor, nn
 
@@ -9,8 +11,12 @@ has_storage = torch._C._has_storage  # pyright: ignore[reportAttributeAccessIssu
 PLAIN: set[type] = {Tensor, nn.Parameter, nn.Buffer}
 
 
-def lacks_memory(x: Tensor) -> bool:
-    """Whether a tensor's storage ends before its last number: somebody freed it, or made it smaller."""
+def freed(tensors: Iterable[Tensor]) -> Tensor | None:
+    """The first tensor whose storage ends before its last number: somebody freed it, or made it smaller."""
+    return next((x for x in tensors if _lacks_memory(x)), None)
+
+
+def _lacks_memory(x: Tensor) -> bool:
     if x.layout is not torch.strided or not has_storage(x) or x._has_symbolic_sizes_strides:
         return False
     there = x.untyped_storage().nbytes()

@@ -18,9 +18,7 @@ class HypothesesCarry:
 
     def __init__(self, init_carry: Any, rows: int, size: int) -> None:
         self.rows, self.size = rows, size
-        self.tree = pytree.Tree(init_carry)
-        leaves = self.tree.flatten(init_carry)
-        assert leaves is not None
+        self.tree, leaves = pytree.taken_apart(init_carry)
         # By place: slots that all hypotheses of a row share, and the steps in which those were born that followed.
         self.prefixes = {i: x for i, x in enumerate(leaves) if isinstance(x, TensorArray) and len(x)}
         self.births: dict[int, list[int]] = {i: [] for i, x in enumerate(leaves) if isinstance(x, TensorArray)}

@@ -12,7 +12,7 @@ from torch import fx
 HOST = torch.device("cpu")
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, eq=False)  # one for each device: keys of plans are compared at every call
 class Place:
     """A device, the target that makes cores for it, and what work costs there: part of a step, and of its plan's key.
 

@@ -15,12 +15,12 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.fake import fake_tensors
+from tensorloop.compiler.edge_walks import needed_for
 from tensorloop.compiler.lengths import Sized, actual, grows, growth_of, shape_of, shapes_of
 from tensorloop.compiler.operations import value_of, values_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import GAP, Refused
 from tensorloop.compiler.step import Step
-from tensorloop.compiler.walks import needed_for
 
 _LENGTH = 19  # slots of an array in the carry, while its graph is tried
 

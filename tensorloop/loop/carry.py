@@ -44,9 +44,7 @@ class Carry:
 
     def __init__(self, init: Any, find_name: Callable[[], str] = lambda: "carry") -> None:
         self._find_name = find_name
-        self.tree = pytree.Tree(init)
-        leaves = self.tree.flatten(init)
-        assert leaves is not None
+        self.tree, leaves = pytree.taken_apart(init)
         # What the objects among the leaves hold, by place: tensors that no loop sees.
         self.hidden = {i: find_tensors(x) for i, x in enumerate(leaves) if _is_object(x)}
         self.expect(leaves)

@@ -27,9 +27,8 @@ class Context:
         self.leaves: list[Any] = []
         self.paths: list[str] = []
         if context is not None:
-            packed_as_leaves = hide_packed(context)
-            self.tree = pytree.Tree(packed_as_leaves)
-            self.leaves = [_shown(x) for x in self.tree.flatten(packed_as_leaves) or []]
+            self.tree, leaves = pytree.taken_apart(hide_packed(context))
+            self.leaves = [_shown(x) for x in leaves]
             self.paths = self.tree.paths
         self.arguments = self.arguments_of(self.leaves)
 

@@ -225,9 +225,8 @@ def _counted_anew() -> Iterator[None]:
 
 def _joined(y: Any, ys: Any, slices: Slices) -> Any:
     """The first step's ys and those of the others, in index order."""
-    tree = pytree.Tree(ys)
-    one, others = tree.flatten(y), tree.flatten(ys)
-    assert others is not None
+    tree, others = pytree.taken_apart(ys)
+    one = tree.flatten(y)
     if one is None:
         raise WrongType(
             f"the y of the first step has another structure than the others:\n"

@@ -95,12 +95,17 @@ def root_of(loop: Loop) -> tuple[Hashable, ...]:
     slices = () if loop.slices is None else loop.slices.tensors
     kinds = [x if x is None else (size_of(x), x.dtype, x.requires_grad) for x, _ in slices]
     kinds += [(size_of(x), x.dtype, x.requires_grad) for x in loop.init if isinstance(x, Tensor)]
-    return loop.name, tuple(code_of(called.function) for called in loop.functions), tuple(kinds)
+    return loop.name, codes_of(loop), tuple(kinds)
 
 
 def size_of(x: Tensor) -> Hashable:
     """A tensor's shape as a part of a key: symbols, which `make_fx` gives, have no hash."""
     return x.shape if type(x) in PLAIN else str(x.shape)
+
+
+def codes_of(loop: Loop) -> tuple[Hashable, ...]:
+    """What the functions of a loop are."""
+    return tuple(code_of(called.function) for called in loop.functions)
 
 
 def code_of(function: Any) -> Any:

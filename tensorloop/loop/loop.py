@@ -136,8 +136,12 @@ class Loop:
 
     def step(self, t: int, state: State, row: list[Any]) -> tuple[State, Any]:
         """Step t: the next state and y."""
-        carry, y = self.body(t, self.tree_of(state), row, self.context_at(t))
+        carry, y = self.call(t, state, row)
         return self.checked(carry, t), y
+
+    def call(self, t: int, state: State, row: list[Any]) -> tuple[Any, Any]:
+        """What the body returns in step t."""
+        return self.body(t, self.tree_of(state), row, self.context_at(t))
 
     def checked(self, carry: Any, t: int) -> State:
         """The leaves of what the body returned."""

@@ -39,8 +39,9 @@ class Outputs:
 
     def leaves_of(self, y: Any, step: int) -> list[Any]:
         """The leaves of an output, checked against those of the first."""
-        tree = self.tree or self._begin(y, step)
-        leaves = tree.flatten(y)
+        if self.tree is None:
+            return self._begin(y, step)
+        tree, leaves = self.tree, self.tree.flatten(y)
         if leaves is None:
             raise WrongType(
                 f"the body returned a y of another structure at step {step}:\n"
@@ -61,13 +62,13 @@ class Outputs:
         """Returns what must be the same of a leaf at every step."""
         return (leaf.shape, leaf.dtype, leaf.device) if isinstance(leaf, Tensor) else type(leaf)
 
-    def _begin(self, y: Any, step: int) -> pytree.Tree:
+    def _begin(self, y: Any, step: int) -> list[Any]:
         no_packed(y)
-        self.tree = tree = pytree.Tree(y)
-        for path, leaf in zip(tree.paths, tree.flatten(y) or (), strict=True):
+        self.tree, leaves = pytree.taken_apart(y)
+        for path, leaf in zip(self.tree.paths, leaves, strict=True):
             self.columns.append(self._column(path, leaf))
             self.kinds.append(self.kind_of(leaf, path, step))
-        return tree
+        return leaves
 
     def _tensors(self, path: str) -> Any:
         return Column(path, self.dim, self.length)

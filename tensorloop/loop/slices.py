@@ -32,9 +32,7 @@ class Slices:
 
     def __init__(self, xs: Any, length: int | None, dim: int, reverse: bool) -> None:
         self.dim, self.reverse = dim, reverse
-        self.tree = pytree.Tree(xs)
-        leaves = self.tree.flatten(xs)
-        assert leaves is not None
+        self.tree, leaves = pytree.taken_apart(xs)
         lengths = {
             path: n
             for path, x in zip(self.tree.paths, leaves, strict=True)
@@ -49,7 +47,7 @@ class Slices:
         # (tensor, its dim) for each leaf, (None, 0) for a leaf that is none.
         self.tensors: list[tuple[Tensor | None, int]] = [self._as_tensor(x) for x in leaves]
         self.ranges = {k: x for k, x in enumerate(leaves) if isinstance(x, range)}
-        self._versions = Versions(x for x, _ in self.tensors)
+        self._versions = Versions([x for x, _ in self.tensors])
         self._chunks: list[tuple[int, tuple[Tensor, ...]]] = [(-1, ())] * len(leaves)
         self._rows: list[Any] = []
 
@@ -71,7 +69,7 @@ class Slices:
         part.length = None if stop is None else stop - start
         part.tensors = [(None if x is None else x.narrow(d, start, part.length or 0), d) for x, d in self.tensors]
         part.ranges = {k: numbers[start:stop] for k, numbers in self.ranges.items()}
-        part._versions, part._chunks = Versions(x for x, _ in part.tensors), [*self._chunks]
+        part._versions, part._chunks = Versions([x for x, _ in part.tensors]), [*self._chunks]
         return part
 
     def row(self, t: int) -> list[Any]:

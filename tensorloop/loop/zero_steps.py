@@ -64,9 +64,7 @@ def _of_one_call(loop: Loop, reads: MadeUpNumbers) -> Any:
             error.add_note(f"{loop.name} has no steps to do; this call on fake tensors was to learn the shapes of ys")
             raise
         rows = loop.rows_of_no_steps(state)
-    tree = pytree.Tree(y)
-    leaves = tree.flatten(y)
-    assert leaves is not None
+    tree, leaves = pytree.taken_apart(y)
     empty = [_empty(x, dim if rows is None else 0, path) for path, x in zip(tree.paths, leaves, strict=True)]
     if rows is not None:
         none = Dim(None, [0] * rows)

@@ -17,12 +17,12 @@ import torch
 
 from tensorloop._common.html import document
 from tensorloop.memory.counting.sites import printable
+from tensorloop.memory.named_function import BadInput, Function, function_of, of_the_user, one_line, refuse_arguments
 from tensorloop.memory.process import timeline
 from tensorloop.memory.report import html
 from tensorloop.memory.report.growth import Growth
 from tensorloop.memory.report.result import refuse_without, write
 from tensorloop.memory.scaling.measure import growth
-from tensorloop.memory.target import BadInput, Function, function_of, of_the_user, one_line, refuse_arguments
 
 _TWICE = "backward through the graph a second time"
 _CODES = "exit codes: 0 done; 1 above --fail-above; 2 bad input, or the function failed; 130 interrupted"

@@ -1,9 +1,6 @@
 """Bytes that a search keeps for backward, counted: how they grow with the number of steps."""
 
-import importlib
-import sys
 from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,6 +14,7 @@ from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.testing import assert_linear_memory, assert_no_leak
 from tests.support.beam_cases import BOS, EOS
 from tests.support.devices import HERE
+from tests.support.profiling_modules import profiling_modules
 
 ROWS, SIZE, HEADS, WIDTH, VOCABULARY = 2, 4, 2, 8, 12
 MODEL = HEADS * WIDTH
@@ -126,13 +124,9 @@ def test_every_byte_of_a_decoder_that_attends_to_its_history():
 
 @pytest.fixture(scope="module")
 def decoders() -> Iterator[Any]:
-    """profiling/beam_models.py: B=16, K=8, H=256, V=1000."""
-    folder, before = Path(__file__).parents[2] / "profiling", list(sys.path)
-    sys.path.insert(0, str(folder))
-    module = importlib.import_module("beam_models")
-    sys.path[:] = before
-    yield module
-    sys.modules.pop("beam_models")
+    """profiling/whole_models/beam_models.py: B=16, K=8, H=256, V=1000."""
+    with profiling_modules("beam_models") as modules:
+        yield modules["beam_models"]
 
 
 @pytest.mark.parametrize(("steps", "mib"), [(16, 31.9), (32, 64), (64, 130), (128, 266)])

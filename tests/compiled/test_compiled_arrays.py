@@ -10,8 +10,8 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import TensorArray
-from tensorloop.compiler.targets.cpu import threads
-from tensorloop.compiler.targets.cpu.target import CpuTarget
+from tensorloop.compiler.targets.cpu import loop_threads
+from tensorloop.compiler.targets.cpu.cpu_target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.array_loops import LOOPS, attends, outcome
@@ -35,9 +35,9 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str):
     "name", ["attends", "heads", "of_two_lengths", "sees_a_window", "writes_and_sums", "while_small"]
 )
 def test_threads_share_rows(name: str, monkeypatch: pytest.MonkeyPatch):
-    ran, run = [], threads.run
-    monkeypatch.setattr(threads, "parts", lambda rows, work: 3 if rows else 1)
-    monkeypatch.setattr(threads, "run", lambda *args: ran.append(args[-1]) or run(*args))
+    ran, run = [], loop_threads.run
+    monkeypatch.setattr(loop_threads, "parts", lambda rows, work: 3 if rows else 1)
+    monkeypatch.setattr(loop_threads, "run", lambda *args: ran.append(args[-1]) or run(*args))
     expected, found = (outcome(LOOPS[name], compile) for compile in (False, "strict"))
     check_equal(found[0], expected[0], 1e-11)
     check_equal(found[1], expected[1], 1e-11)

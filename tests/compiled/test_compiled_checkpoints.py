@@ -230,7 +230,7 @@ def test_a_backward_in_parts_changes_no_number(name: str, monkeypatch: pytest.Mo
         reverse(self, part, *args)
 
     monkeypatch.setattr(GradientSums, "_reverse", counted)
-    monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 0)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.looped.FREE_BYTES", 0)
     expected, expected_grads = outcome(CASES[name], D, False)
     found, grads = outcome(CASES[name], D, "strict")
     check_equal(found, expected, 1e-11)
@@ -276,7 +276,7 @@ def test_blocks_of_large_carries_are_short() -> None:
 
 def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(monkeypatch: pytest.MonkeyPatch) -> None:
     """Here both keep one carry a step. What is free is left out: this loop is a small one."""
-    monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 0)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.looped.FREE_BYTES", 0)
     peaks = {}
     for compile in (False, "strict"):
         gradients(100, None, compile, rows=64)

@@ -105,7 +105,7 @@ def test_a_loop_that_stays_eager_says_why_and_where():
 
 
 def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: pytest.MonkeyPatch):
-    from tensorloop.compiler.targets.cpu.target import CpuTarget
+    from tensorloop.compiler.targets.cpu.cpu_target import CpuTarget
     from tensorloop.compiler.targets.eager import EagerCore
 
     def without(name: str) -> Any:
@@ -137,7 +137,7 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
 
 
 def test_a_compiler_that_fails_costs_speed_alone(monkeypatch: pytest.MonkeyPatch):
-    from tensorloop.compiler.targets.cpu.target import CpuTarget
+    from tensorloop.compiler.targets.cpu.cpu_target import CpuTarget
 
     def fails(_: CpuTarget, step: Step) -> Any:
         raise OSError("no room on the device")

@@ -117,7 +117,7 @@ def test_second_derivatives(counts: list[int]):
 @pytest.mark.parametrize("steps", [5, 100, 1000])
 def test_no_step_is_copied_and_few_are_left_empty(steps: int, monkeypatch: pytest.MonkeyPatch):
     """Held and at the peak: what the eager loop has, a tenth more, what is spare, and the memory of backward."""
-    monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 2**16)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.looped.FREE_BYTES", 2**16)
     rows, results = 64, {}
     for compile in (False, "strict"):
 

@@ -11,7 +11,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop.compiler.emitter.ir import machine
 from tensorloop.compiler.targets.choose import find_place
-from tensorloop.compiler.targets.cpu import core, threads
+from tensorloop.compiler.targets.cpu import loop_threads, native_core
 from tensorloop.loop.compiled import pays
 from tensorloop.loop.compiled.pays import FIRST, GAP, LONGEST_GAP, TRIED, Pays
 
@@ -136,15 +136,15 @@ def threaded(monkeypatch: pytest.MonkeyPatch) -> Any:
     """Two threads for every loop, however short, and which calls they did."""
     before, did = torch.get_num_threads(), []
     torch.set_num_threads(2)
-    monkeypatch.setattr(threads, "LEAST", 1)
+    monkeypatch.setattr(loop_threads, "LEAST", 1)
     monkeypatch.setattr(machine, "BARRIER", 1)
 
-    def chosen(self: core.NativeCore, call: core.NativeCall) -> None:
-        did.append(threads.here.team and call.parts > 1)
+    def chosen(self: native_core.NativeCore, call: native_core.NativeCall) -> None:
+        did.append(loop_threads.here.team and call.parts > 1)
         enter(self, call)
 
-    enter = core.NativeCore._enter
-    monkeypatch.setattr(core.NativeCore, "_enter", chosen)
+    enter = native_core.NativeCore._enter
+    monkeypatch.setattr(native_core.NativeCore, "_enter", chosen)
     yield did
     torch.set_num_threads(before)
 
@@ -170,12 +170,12 @@ def test_results_are_the_same_bits_whoever_does_the_parts(
 def test_a_loop_goes_by_the_clock(behind: bool, threaded: list[bool], monkeypatch: pytest.MonkeyPatch):
     seconds = [0.0]
 
-    def enter(self: core.NativeCore, call: core.NativeCall) -> None:
+    def enter(self: native_core.NativeCore, call: native_core.NativeCall) -> None:
         before(self, call)
-        seconds[0] += (2.0 if behind else 0.5) if threads.here.team else 1.0
+        seconds[0] += (2.0 if behind else 0.5) if loop_threads.here.team else 1.0
 
-    before = core.NativeCore._enter
-    monkeypatch.setattr(core.NativeCore, "_enter", enter)
+    before = native_core.NativeCore._enter
+    monkeypatch.setattr(native_core.NativeCore, "_enter", enter)
     monkeypatch.setattr(pays.time, "perf_counter", lambda: seconds[0])
     loop = lstm()
     for _ in range(20):
@@ -202,12 +202,12 @@ def test_a_loop_reads_the_clock_twice_a_call(threaded: list[bool], monkeypatch: 
 def test_torchs_operations_have_one_thread_too_and_only_there(monkeypatch: pytest.MonkeyPatch):
     counts = []
 
-    def enter(self: core.NativeCore, call: core.NativeCall) -> None:
-        counts.append((threads.here.team, torch.get_num_threads()))
+    def enter(self: native_core.NativeCore, call: native_core.NativeCall) -> None:
+        counts.append((loop_threads.here.team, torch.get_num_threads()))
         before(self, call)
 
-    before = core.NativeCore._enter
-    monkeypatch.setattr(core.NativeCore, "_enter", enter)
+    before = native_core.NativeCore._enter
+    monkeypatch.setattr(native_core.NativeCore, "_enter", enter)
     loop = lstm()
     for team in (True, False):
         monkeypatch.setattr(pays.Pays, "team", lambda self, team=team: team)
@@ -227,21 +227,21 @@ def test_an_error_leaves_the_number_of_threads(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(IndexError):
         tl.scan(body, torch.zeros(()), torch.tensor([1, 2, 9]), compile="strict")
     assert torch.get_num_threads() == 2
-    assert threads.here.team
+    assert loop_threads.here.team
 
 
 @pytest.mark.usefixtures("fresh_plans")
 def test_other_python_threads_keep_their_number(threaded: list[bool], monkeypatch: pytest.MonkeyPatch):
     seen = []
 
-    def enter(self: core.NativeCore, call: core.NativeCall) -> None:
+    def enter(self: native_core.NativeCore, call: native_core.NativeCall) -> None:
         other = threading.Thread(target=lambda: seen.append(torch.get_num_threads()))
         other.start()
         other.join()
         before(self, call)
 
-    before = core.NativeCore._enter
-    monkeypatch.setattr(core.NativeCore, "_enter", enter)
+    before = native_core.NativeCore._enter
+    monkeypatch.setattr(native_core.NativeCore, "_enter", enter)
     monkeypatch.setattr(pays.Pays, "team", lambda self: False)
     lstm()()
     assert seen == [2, 2]

@@ -11,8 +11,8 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.compiler.targets.cpu import core
-from tensorloop.compiler.targets.cpu.core import NativeCore
+from tensorloop.compiler.targets.cpu import native_core
+from tensorloop.compiler.targets.cpu.native_core import NativeCore
 from tests.support.compiled_cases import leaf, rotation
 
 D = torch.float64
@@ -29,7 +29,7 @@ def pieces(monkeypatch: pytest.MonkeyPatch) -> list[int]:
         return run(self, call, *args, **options)
 
     monkeypatch.setattr(NativeCore, "_run", counted)
-    monkeypatch.setattr(core, "SHORT", -1.0)
+    monkeypatch.setattr(native_core, "SHORT", -1.0)
     return found
 
 
@@ -55,13 +55,13 @@ def test_pieces_give_the_same_bits(
     assert pieces == [7, 7]
     for size in (1, 2):
         pieces.clear()
-        monkeypatch.setattr(core, "PIECE", (size * 10**9, 10**9))
+        monkeypatch.setattr(native_core, "PIECE", (size * 10**9, 10**9))
         torch.testing.assert_close(outcome(dtype, reverse=reverse), whole, rtol=0, atol=0)
         assert pieces == ([1] * 7 if size == 1 else [2, 2, 2, 1]) * 2
 
 
 def test_a_condition_ends_the_loop_at_the_end_of_a_piece_too(pieces: list[int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(core, "PIECE", (3 * 10**9, 10**9))
+    monkeypatch.setattr(native_core, "PIECE", (3 * 10**9, 10**9))
     for steps in range(1, 9):
         last = tl.while_loop(
             lambda c, n=steps: c[1] < n, lambda c: (c[0] * 2, c[1] + 1), (torch.ones(()), torch.tensor(0))
@@ -77,7 +77,7 @@ def test_a_condition_ends_the_loop_at_the_end_of_a_piece_too(pieces: list[int], 
 
 
 def test_an_interrupt_in_backward_comes_once(pieces: list[int], monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(core, "PIECE", (10**9, 10**9))
+    monkeypatch.setattr(native_core, "PIECE", (10**9, 10**9))
     h = leaf(D, 4)
     last, _ = tl.scan(lambda h, _: (torch.sin(h), None), h, length=9, compile="strict")
     (expected,) = torch.autograd.grad(last.sum(), h, retain_graph=True)

@@ -173,6 +173,10 @@ def fills_an_empty_one(h: Tensor, x: Tensor) -> Any:
     return torch.tanh(made[:4] + made[4:]), made
 
 
+def gives_nothing(h: Tensor, x: Tensor) -> Any:
+    return h * 0.5 + x, h.new_empty(0)
+
+
 def to_integers_by_halves(h: Tensor, x: Tensor) -> Any:
     return h * 0.5 + x, (h * 100).half().long()
 
@@ -187,7 +191,7 @@ def says_so_to_a_profiler(h: Tensor, x: Tensor) -> Any:
 
 
 COMPILED = [says_so_to_a_profiler, spikes, spikes_in_autocast, spikes_for_transforms, similar, without_gradients]
-COMPILED += [pads_in_a_circle, fills_an_empty_one, to_integers_by_halves, inverse_hyperbolic]
+COMPILED += [pads_in_a_circle, fills_an_empty_one, gives_nothing, to_integers_by_halves, inverse_hyperbolic]
 
 
 @pytest.mark.parametrize("body", COMPILED)
@@ -200,6 +204,15 @@ def test_what_has_no_reason_to_fall_back_is_compiled(body: Body):
         return [h, y, *torch.autograd.grad(total, (init, xs))]
 
     torch.testing.assert_close(run("strict"), run(False))
+
+
+def test_memory_that_nobody_fills_is_no_result():
+    def body(h: Tensor, x: Tensor) -> Any:
+        made = torch.empty(4, dtype=D)
+        return h + x, made.view(2, 2)  # the last operation gives a part of it
+
+    with pytest.raises(RuntimeError, match=r"made by empty\(\) is filled by no operation"):
+        tl.scan(body, XS[0], XS, compile="strict")
 
 
 @pytest.mark.parametrize("base", [0, 1, 2, -1.5, 2j, 1 + 1j])

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.compiler.targets.cpu import threads
+from tensorloop.compiler.targets.cpu import loop_threads
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.loop.compiled.look.frame import Frame
 from tensorloop.loop.compiled.look.template import Template
@@ -103,9 +103,9 @@ def test_a_detached_read_has_no_gradient():
 
 @pytest.mark.parametrize("count", [2, 3])
 def test_rows_are_shared_out_among_threads(count: int, monkeypatch: pytest.MonkeyPatch):
-    ran, run = [], threads.run
-    monkeypatch.setattr(threads, "parts", lambda rows, work: count if rows else 1)
-    monkeypatch.setattr(threads, "run", lambda *args: ran.append(args[-1]) or run(*args))
+    ran, run = [], loop_threads.run
+    monkeypatch.setattr(loop_threads, "parts", lambda rows, work: count if rows else 1)
+    monkeypatch.setattr(loop_threads, "run", lambda *args: ran.append(args[-1]) or run(*args))
     compare(scanned(lambda h, a: attend(h, a.stack()), slots=1))
     assert ran == [count, count]  # forward and backward
 

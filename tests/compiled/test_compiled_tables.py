@@ -215,7 +215,7 @@ unbounded: dict[str, Read] = {
 def test_gradients_larger_than_their_rows_are_there_for_few_steps(
     name: str, options: dict[str, Any], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr("tensorloop.loop.compiled.run.node.FREE_BYTES", 4 * TABLE)
+    monkeypatch.setattr("tensorloop.loop.compiled.run.looped.FREE_BYTES", 4 * TABLE)
     monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.FREE_BYTES", 4 * TABLE)
     index = torch.randint(V, (T, V), generator=torch.Generator().manual_seed(4))
 

@@ -10,20 +10,22 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop.compiler.emitter.ir import machine
-from tensorloop.compiler.targets.cpu import threads
+from tensorloop.compiler.targets.cpu import loop_threads
 
-HAD = {3} if threads._library(threads.os.getpid()) else set()  # without torch's OpenMP loops run on one thread
+HAD = (
+    {3} if loop_threads._library(loop_threads.os.getpid()) else set()
+)  # without torch's OpenMP loops run on one thread
 
 
 @pytest.fixture
 def teams(monkeypatch: pytest.MonkeyPatch, fresh_plans: None) -> Iterator[list[int]]:
     """However short a loop is, three threads do it; how many did, loop by loop."""
     ran: list[int] = []
-    run = threads.run_together
+    run = loop_threads.run_together
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
     monkeypatch.setattr(machine, "BARRIER", 1)
-    monkeypatch.setattr(threads, "LEAST", 1)
-    monkeypatch.setattr(threads, "run_together", lambda *args: ran.append(args[-1]) or run(*args))
+    monkeypatch.setattr(loop_threads, "LEAST", 1)
+    monkeypatch.setattr(loop_threads, "run_together", lambda *args: ran.append(args[-1]) or run(*args))
     yield ran
     torch.set_num_threads(1)  # OpenMP has been told three
 

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop.compiler.targets.cpu.target import CpuTarget
+from tensorloop.compiler.targets.cpu.cpu_target import CpuTarget
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.compiled_cases import CASES, check_equal, outcome

@@ -16,7 +16,7 @@ from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lanes import Elements
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import CoreCall, Step
-from tensorloop.compiler.targets.cpu import core
+from tensorloop.compiler.targets.cpu import native_core
 from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.array_loops import LOOPS, outcome
@@ -46,11 +46,11 @@ def lanes(count: int, groups: int, order: str, **options: Any) -> Iterator[list[
         return found[-1].core
 
     plans.clear()
-    core.instead.append(emitted)
+    native_core.instead.append(emitted)
     try:
         yield found
     finally:
-        core.instead.remove(emitted)
+        native_core.instead.remove(emitted)
         plans.clear()
 
 

@@ -9,12 +9,12 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import TensorArray
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
 from tensorloop.compiler.lengths import Length, all_hold
 from tensorloop.compiler.step import Unsupported
-from tensorloop.compiler.targets.cpu import threads
+from tensorloop.compiler.targets.cpu import loop_threads
 from tests.support.both_ways import check_both
 
 D = torch.float64
@@ -168,7 +168,7 @@ def test_slots_by_tensors_of_an_array_without_any():
 @pytest.mark.parametrize("rows", [10, 5, 6, 8])
 def test_a_scatter_of_fewer_rows_than_there_are(rows: int, guards: None, monkeypatch: pytest.MonkeyPatch):
     """Threads that share the rows of the carry would read rows of the index that it does not have."""
-    monkeypatch.setattr(threads, "parts", lambda rows, work: 3 if rows else 1)
+    monkeypatch.setattr(loop_threads, "parts", lambda rows, work: 3 if rows else 1)
     index = torch.randint(0, 5, (3, 5, 5), generator=torch.Generator().manual_seed(0))
 
     def run(compile: Any, h: Tensor, source: Tensor) -> Any:

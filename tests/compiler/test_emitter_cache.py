@@ -11,9 +11,9 @@ import pytest
 import torch
 
 from tensorloop.compiler.step import Step
-from tensorloop.compiler.targets.cpu import cache, compile, emit
-from tensorloop.compiler.targets.cpu.cache import Folder
+from tensorloop.compiler.targets.cpu import compile, emit, object_cache
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tests.support.recurrences import assert_same, recurrence
 
 GIVEN = (), [torch.randn(4, 3)], [torch.randn(3)]
@@ -82,7 +82,7 @@ def test_an_entry_under_another_key_is_not_taken(tmp_path: Path) -> None:
 
 
 def test_a_folder_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cache, "MOST", 10)
+    monkeypatch.setattr(object_cache, "MOST", 10)
     folder = Folder(tmp_path)
     for n in range(25):
         folder.put(str(n), b"code")
@@ -120,9 +120,9 @@ def test_what_was_opened_is_what_is_asked_whose_it_is(tmp_path: Path, monkeypatc
         entry.write_bytes(b"code of somebody else")
         return real(handle)
 
-    monkeypatch.setattr(cache.os, "fstat", exchanged)
+    monkeypatch.setattr(object_cache.os, "fstat", exchanged)
     assert folder.get("a") == b"code"
-    monkeypatch.setattr(cache.os, "fstat", real)
+    monkeypatch.setattr(object_cache.os, "fstat", real)
     assert folder.get("a") is None
 
 
@@ -145,14 +145,14 @@ def test_a_relative_folder_is_not_taken(name: str, tmp_path: Path, monkeypatch: 
     monkeypatch.setenv("XDG_CACHE_HOME", name)
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
-    assert cache.user_folder().path == tmp_path / ".cache" / "tensorloop"
+    assert object_cache.user_folder().path == tmp_path / ".cache" / "tensorloop"
 
 
 def test_without_a_home_nothing_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, compiles: list[str]) -> None:
-    monkeypatch.setattr(cache.os.path, "expanduser", lambda path: path)
+    monkeypatch.setattr(object_cache.os.path, "expanduser", lambda path: path)
     monkeypatch.delenv("XDG_CACHE_HOME", raising=False)
     monkeypatch.chdir(tmp_path)
-    cache._folder.cache_clear()
+    object_cache._folder.cache_clear()
     with pytest.warns(RuntimeWarning, match="is not absolute: there is no home folder"):
         runs(None)
     assert len(compiles) == 1
@@ -180,7 +180,7 @@ def test_a_full_or_read_only_folder_is_slow_and_says_so_once(
     def refuse(*args, **kwargs):
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    monkeypatch.setattr(cache.tempfile if call == "mkstemp" else cache.os, call, refuse)
+    monkeypatch.setattr(object_cache.tempfile if call == "mkstemp" else object_cache.os, call, refuse)
     folder = Folder(tmp_path)
     with pytest.warns(RuntimeWarning, match="cannot be written: .*No space left") as said:
         twice(folder)

@@ -13,13 +13,13 @@ from torch import Tensor
 from tensorloop.compiler.emitter.ir.code import Code
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.emitter.write import matmul, members
+from tensorloop.compiler.emitter.write.elements import Memory
 from tensorloop.compiler.emitter.write.function import LoopWriter
-from tensorloop.compiler.emitter.write.memory import Memory
 from tensorloop.compiler.step import CoreCall
-from tensorloop.compiler.targets.cpu import emit, guard_text, guarded, threads
-from tensorloop.compiler.targets.cpu.cache import Folder
+from tensorloop.compiler.targets.cpu import emit, guard_text, guarded, loop_threads
 from tensorloop.compiler.targets.cpu.guarded import GuardedCore, OutsideMemory
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tests.compiler.test_emitter_team import case
 from tests.support.array_loops import LOOPS, outcome
 from tests.support.compiled_cases import check_equal
@@ -135,7 +135,7 @@ def test_threads_with_rows_of_their_own(name: str, monkeypatch: pytest.MonkeyPat
     given = inputs(cell, 4, 13, 9, torch.float64)
     rec = recurrence(cell.step, *given, reverse=cell.reverse)
     core = emit(rec, folder=folder)
-    monkeypatch.setattr(threads, "parts", lambda rows, work: 3 if rows else 1)
+    monkeypatch.setattr(loop_threads, "parts", lambda rows, work: 3 if rows else 1)
     assert_same(core, rec, 4, *given, rtol=1e-10, atol=1e-10)
 
 
@@ -145,8 +145,8 @@ def test_threads_together(name: str, monkeypatch: pytest.MonkeyPatch, folder: Fo
     rec, given = case(name)
     core = emit(rec, folder=folder)
     assert core.text.barriers
-    there = 3 if threads._library(threads.os.getpid()) else 1
-    monkeypatch.setattr(threads, "together", lambda shared, barriers, steps: there)
+    there = 3 if loop_threads._library(loop_threads.os.getpid()) else 1
+    monkeypatch.setattr(loop_threads, "together", lambda shared, barriers, steps: there)
     assert_same(core, rec, 5, *given, rtol=1e-10, atol=1e-10)
 
 
@@ -305,8 +305,8 @@ def test_rows_of_another_part(monkeypatch: pytest.MonkeyPatch, folder: Folder) -
     cell = CELLS["lstm"]
     given = inputs(cell, 4, 13, 9, torch.float32)
     rec = recurrence(cell.step, *given)
-    monkeypatch.setattr(threads, "parts", lambda rows, work: 3 if rows else 1)
-    if threads._library(threads.os.getpid()) is None:
+    monkeypatch.setattr(loop_threads, "parts", lambda rows, work: 3 if rows else 1)
+    if loop_threads._library(loop_threads.os.getpid()) is None:
         pytest.skip("torch brings no OpenMP that is known here: there are no threads")
     with monkeypatch.context() as planted:
         far = "  %far.p = getelementptr i8, ptr %low.p, i64 96\n  %far = load i64, ptr %far.p, align 8\n  %high.p"
@@ -374,7 +374,7 @@ def test_nothing_is_guarded_where_nobody_asks(folder: Folder) -> None:
     rec = recurrence(product, *given_in(torch.float64))
     assert type(emit(rec, folder=folder)) is GuardedCore
     with pytest.MonkeyPatch.context() as patched:
-        patched.setattr("tensorloop.compiler.targets.cpu.core.instead", [])
+        patched.setattr("tensorloop.compiler.targets.cpu.native_core.instead", [])
         plain = emit(rec, folder=folder)
     assert type(plain) is not GuardedCore
     assert "guard" not in plain.text.module

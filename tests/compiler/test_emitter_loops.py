@@ -9,10 +9,10 @@ from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 
 from tensorloop.compiler.step import CoreCall, Step, Unsupported
-from tensorloop.compiler.targets.cpu import emit, threads
-from tensorloop.compiler.targets.cpu.cache import Folder
-from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
+from tensorloop.compiler.targets.cpu import emit, loop_threads
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.cpu.native_core import NativeCore, text_of
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tests.support.recurrences import Given, assert_same, interpreted, places, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 
@@ -175,7 +175,7 @@ def test_threads_give_what_one_gives(name: str, monkeypatch: pytest.MonkeyPatch,
     alone, sums = places(rec, 4)
     last, _ = core(CoreCall(4, *given, alone, sums))
     for count in (2, 5, 13):
-        monkeypatch.setattr(threads, "parts", lambda rows, work, n=count: n if rows else 1)
+        monkeypatch.setattr(loop_threads, "parts", lambda rows, work, n=count: n if rows else 1)
         shared, totals = places(rec, 4)
         other, _ = core(CoreCall(4, *given, shared, totals))
         for a, b in zip((*alone, *sums, *last), (*shared, *totals, *other), strict=True):
@@ -200,15 +200,15 @@ def test_products_that_sum_over_rows_are_added_up_thread_by_thread(
     core = emit(rec, folder=folder)
     assert (core.text.rows, core.text.apart) == (rows, (0, 1))
     for count in (1, 2, 3, rows):
-        monkeypatch.setattr(threads, "parts", lambda rows, work, n=count: n)
+        monkeypatch.setattr(loop_threads, "parts", lambda rows, work, n=count: n)
         assert_same(core, rec, 5, *given, **TOLERANCE[torch.float64])
 
 
 def test_small_loops_stay_on_one_thread_and_large_ones_take_what_torch_has(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch, "get_num_threads", lambda: 3)
-    assert threads.parts(8, 1000) == 1
-    assert threads.parts(0, 10**12) == 1
-    assert threads.parts(8, 10**12) in (1, 3)  # 1 where torch brings no OpenMP that is known here
+    assert loop_threads.parts(8, 1000) == 1
+    assert loop_threads.parts(0, 10**12) == 1
+    assert loop_threads.parts(8, 10**12) in (1, 3)  # 1 where torch brings no OpenMP that is known here
 
 
 def test_calls_from_several_python_threads(folder: Folder) -> None:

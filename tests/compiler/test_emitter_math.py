@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorloop.compiler.step import CoreCall
 from tensorloop.compiler.targets.cpu import emit
-from tensorloop.compiler.targets.cpu.cache import Folder
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tests.support.recurrences import places, recurrence
 
 Function = Callable[..., Tensor]

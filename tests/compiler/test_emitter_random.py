@@ -9,8 +9,8 @@ from torch import Tensor
 
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.step import Step
-from tensorloop.compiler.targets.cpu import emit, threads
-from tensorloop.compiler.targets.cpu.cache import Folder
+from tensorloop.compiler.targets.cpu import emit, loop_threads
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tests.support.recurrences import Given, assert_same, recurrence
 from tests.support.team_races import assert_no_race
 
@@ -76,7 +76,7 @@ def test_a_random_step(seed: int, monkeypatch: pytest.MonkeyPatch, tmp_path_fact
     rec, given = drawn(seed, STEPS + (MIXING if seed % 4 == 0 else []))
     core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
     assert_same(core, rec, 3, *given, rtol=1e-9, atol=1e-9)
-    monkeypatch.setattr(threads, "parts", lambda rows, work: 3 if rows else 1)
+    monkeypatch.setattr(loop_threads, "parts", lambda rows, work: 3 if rows else 1)
     assert_same(core, rec, 3, *given, rtol=1e-9, atol=1e-9)
 
 
@@ -90,5 +90,5 @@ def test_threads_do_a_random_step_together(
     core = emit(rec, folder=Folder(tmp_path_factory.getbasetemp() / "cache"))
     for count in (1, 2, 3) if core.text.barriers else ():
         assert_no_race(rec, count)
-        monkeypatch.setattr(threads, "together", lambda shared, barriers, steps, n=count: n)
+        monkeypatch.setattr(loop_threads, "together", lambda shared, barriers, steps, n=count: n)
         assert_same(core, rec, 3, *given, rtol=1e-9, atol=1e-9)

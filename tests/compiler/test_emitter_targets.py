@@ -8,9 +8,9 @@ import torch
 
 from tensorloop.compiler.emitter.ir.machine import Machine
 from tensorloop.compiler.targets.cpu import compile, emit
-from tensorloop.compiler.targets.cpu.cache import Folder
-from tensorloop.compiler.targets.cpu.core import text_of
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.cpu.native_core import text_of
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tests.support.recurrences import assert_same, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
 

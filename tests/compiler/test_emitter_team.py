@@ -11,13 +11,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.machine import Machine
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.write import team
 from tensorloop.compiler.step import CoreCall, Step
-from tensorloop.compiler.targets.cpu import compile, emit, threads
-from tensorloop.compiler.targets.cpu.cache import Folder
-from tensorloop.compiler.targets.cpu.core import NativeCore, text_of
+from tensorloop.compiler.targets.cpu import compile, emit, loop_threads
+from tensorloop.compiler.targets.cpu.native_core import NativeCore, text_of
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tests.compiler.test_emitter_targets import MACHINES, OTHERS
 from tests.support.recurrences import Given, assert_same, interpreted, places, recurrence
 from tests.support.team_races import assert_no_race
@@ -83,8 +83,8 @@ def together(monkeypatch: pytest.MonkeyPatch) -> Callable[[int], None]:
     monkeypatch.setattr(Machine, "worth_sharing", lambda self, shared, barriers: True)
 
     def by(count: int) -> None:
-        there = count if threads._library(threads.os.getpid()) else 1
-        monkeypatch.setattr(threads, "together", lambda shared, barriers, steps: there)
+        there = count if loop_threads._library(loop_threads.os.getpid()) else 1
+        monkeypatch.setattr(loop_threads, "together", lambda shared, barriers, steps: there)
 
     by(1)
     return by
@@ -238,18 +238,18 @@ def test_an_index_out_of_range_is_refused_by_the_team(together, folder: Folder) 
 def test_fewer_threads_than_were_asked_for(together, folder: Folder, monkeypatch: pytest.MonkeyPatch) -> None:
     rec, given = case("rows by rows")
     core = emit(rec, folder=folder)
-    library = threads._library(threads.os.getpid())
+    library = loop_threads._library(loop_threads.os.getpid())
     if library is None:
         pytest.skip("torch brings no OpenMP that is known here: there are no teams")
     seen: list[int] = []
-    run = threads.run_together
+    run = loop_threads.run_together
 
     def noted(*arguments: Any) -> None:
         count = ctypes.CFUNCTYPE(None, ctypes.c_void_p)(lambda _: seen.append(library.omp_get_num_threads()))
         library.GOMP_parallel(ctypes.cast(count, ctypes.c_void_p), None, arguments[-1], 0)
         run(*arguments)
 
-    monkeypatch.setattr(threads, "run_together", noted)
+    monkeypatch.setattr(loop_threads, "run_together", noted)
     together(64)
     library.omp_set_dynamic(1)  # as many as there are processors that are free
     try:
@@ -302,10 +302,13 @@ def test_a_step_is_shared_where_that_pays(folder: Folder, monkeypatch: pytest.Mo
     assert f"wait for each other {large.text.barriers} times" in large.way
     monkeypatch.setattr(torch, "get_num_threads", lambda: 2)
     shared, barriers = large.text.shared, large.text.barriers
-    assert threads.together(shared, barriers, 1) == 1  # a loop too short to wake a thread for
-    assert threads.together(shared, barriers, 10_000) in (1, 2)  # 1 where torch brings no OpenMP that is known here
+    assert loop_threads.together(shared, barriers, 1) == 1  # a loop too short to wake a thread for
+    assert loop_threads.together(shared, barriers, 10_000) in (
+        1,
+        2,
+    )  # 1 where torch brings no OpenMP that is known here
     monkeypatch.setattr(torch, "get_num_threads", lambda: 1)
-    assert threads.together(shared, barriers, 10_000) == 1
+    assert loop_threads.together(shared, barriers, 10_000) == 1
 
 
 @pytest.mark.parametrize("target", OTHERS)

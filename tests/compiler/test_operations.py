@@ -21,9 +21,10 @@ from tensorloop.compiler.emitter.lower.pointwise import HANDLERS
 from tensorloop.compiler.operations import CORE, OPERATIONS
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.step import CoreCall
-from tensorloop.compiler.targets.choose import EAGER, TARGETS, make_core, target_of
-from tensorloop.compiler.targets.cpu import core
+from tensorloop.compiler.targets.choose import make_core, target_of
+from tensorloop.compiler.targets.cpu import native_core
 from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.listed import CPU, EAGER, TARGETS
 from tensorloop.compiler.targets.target import Target
 from tensorloop.loop.compiled.run.plan import plans
 from tests.support.devices import HERE
@@ -113,7 +114,7 @@ def test_floats_of_32_bits(group: list[str]) -> None:
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
 def test_the_eager_target_has_each(group: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(core, "instead", [lambda recurrence, **_: EagerCore(recurrence)])
+    monkeypatch.setattr(native_core, "instead", [lambda recurrence, **_: EagerCore(recurrence)])
     plans.clear()
     check(group, torch.float64)
     plans.clear()
@@ -122,10 +123,10 @@ def test_the_eager_target_has_each(group: list[str], monkeypatch: pytest.MonkeyP
 def test_the_table_is_what_the_machine_knows_and_what_is_tried_here() -> None:
     rows = {name for name, row in OPERATIONS.items() if row.kind in CORE}
     assert rows == {name.split()[0] for name in ROWS}
-    assert {name.split(".")[0] for name in rows - TARGETS["cpu"].lacks} == set(HANDLERS)
+    assert {name.split(".")[0] for name in rows - CPU.lacks} == set(HANDLERS)
 
 
-@pytest.mark.parametrize("target", [*TARGETS.values(), EAGER], ids=lambda target: target.name)
+@pytest.mark.parametrize("target", TARGETS, ids=lambda target: target.name)
 def test_what_a_target_lacks_is_named_in_the_table(target: Target) -> None:
     assert target.lacks <= {name for name, row in OPERATIONS.items() if row.kind in CORE}
     assert target.lacks == set() or target.name not in ("cpu", "eager")
@@ -137,7 +138,7 @@ def test_a_step_runs_on_the_target_of_its_place() -> None:
     step = recurrence(
         lambda w, x, h: {"carry": [h[0] * w[0] + x[0]]}, [torch.ones(2)], [torch.ones(3, 2)], [torch.ones(2)]
     )
-    for target, kind in ((EAGER, EagerCore), (TARGETS["cpu"], core.NativeCore)):
+    for target, kind in ((EAGER, EagerCore), (CPU, native_core.NativeCore)):
         made, lacking = make_core(dataclasses.replace(step, place=target.place(HOST)))
         assert isinstance(made, kind)
         assert lacking is None

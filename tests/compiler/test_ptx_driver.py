@@ -6,7 +6,7 @@ import gc
 import pytest
 
 from tensorloop.compiler.step import Unsupported
-from tensorloop.compiler.targets.cpu.cache import Folder
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tensorloop.compiler.targets.ptx import assemble, driver
 from tensorloop.compiler.targets.ptx.driver import CudaDevice, DriverError, LoadedKernel
 from tests.support.pretended_driver import NAMES, PretendedDriver

@@ -11,8 +11,8 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop import TensorArray
 from tensorloop.compiler.lengths import WRITES
-from tensorloop.compiler.targets.graphs import recorded, slots
-from tensorloop.compiler.targets.graphs.core import GraphCore
+from tensorloop.compiler.targets.graphs import recorded, slot_room
+from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tensorloop.loop.compiled.run.plan import plans
 from tests.device import pretended
 from tests.support.array_loops import LOOPS, outcome
@@ -243,7 +243,7 @@ def test_what_is_recorded_anew_is_held_to_the_eager_core(
 
 
 def test_large_arrays_run_step_by_step(cores: list[GraphCore], monkeypatch: pytest.MonkeyPatch, short: None) -> None:
-    monkeypatch.setattr(slots, "MOST", 16 * W * 8)
+    monkeypatch.setattr(slot_room, "MOST", 16 * W * 8)
     same(past, 9)
     for steps in (14, 15):  # forward has the array, backward its gradient
         same(past, steps)
@@ -269,7 +269,7 @@ def test_memory_is_let_go_with_the_plan(cores: list[GraphCore], short: None) -> 
 def test_the_eager_core_overwrites_slots_where_they_are(
     name: str, cores: list[GraphCore], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(slots, "MOST", 0)
+    monkeypatch.setattr(slot_room, "MOST", 0)
     same(STEPS[name], 5)
     assert not sizes(cores)
     assert not any(n.target in WRITES for n in cores[0].eager.module.graph.nodes)

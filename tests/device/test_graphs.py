@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.targets.graphs.core import GraphCore
+from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tests.device import pretended
 from tests.device.graph_steps import Body, assert_same, call_of, cell, counting, step_of, until
 from tests.support.recurrences import Given

@@ -14,8 +14,9 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop.compiler.targets import ptx
-from tensorloop.compiler.targets.ptx import made, target
+from tensorloop.compiler.targets.ptx import made
 from tensorloop.compiler.targets.ptx.driver import DriverError
+from tensorloop.compiler.targets.ptx.ptx_target import PtxTarget
 from tensorloop.loop.compiled.run.plan import plans
 from tests.device import kernels, pretended
 from tests.device.kernels import PretendedKernels
@@ -27,7 +28,7 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 @pytest.fixture(autouse=True)
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedKernels]:
     """Kernels are asked for, and no plan is there yet."""
-    monkeypatch.setenv(target.VARIABLE, "1")
+    monkeypatch.setenv(PtxTarget.variable, "1")
     found = kernels.start()
     plans.clear()
     yield found
@@ -390,11 +391,11 @@ def test_scratch_that_is_too_large_for_shared_memory_lies_in_the_devices(
 
 
 def test_kernels_are_for_who_asks(asked: PretendedKernels, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.delenv(target.VARIABLE)
+    monkeypatch.delenv(PtxTarget.variable)
     before = len(asked.library.launches)
     hold(*rnn(3, 2, 4))
     assert len(asked.library.launches) == before
-    monkeypatch.setenv(target.VARIABLE, "1")
+    monkeypatch.setenv(PtxTarget.variable, "1")
     hold(*rnn(3, 2, 4))
     assert len(asked.library.launches) == before + 6
 

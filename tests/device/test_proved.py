@@ -10,7 +10,7 @@ from torch import Tensor
 from tensorloop.compiler.step import CoreCall
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.graphs import recorded
-from tensorloop.compiler.targets.graphs.target import GraphTarget
+from tensorloop.compiler.targets.graphs.graph_target import GraphTarget
 from tensorloop.compiler.targets.proved import Proved, Trial
 from tests.device import pretended
 from tests.device.graph_steps import assert_same, call_of, cell, counting, step_of, until

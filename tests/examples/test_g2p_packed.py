@@ -1,9 +1,6 @@
 """The grapheme-to-phoneme example on packed words: losses and gradients of a padded batch, and no work on padding."""
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,6 +11,7 @@ from torch.nn import functional as F
 from docs.examples.g2p import data
 from docs.examples.g2p.model import G2P, Config, Masks
 from tensorloop import PackedTensor
+from tests.support.profiling_modules import profiling_modules
 
 EOS = 5
 
@@ -34,12 +32,9 @@ def double_model() -> G2P:
 
 @pytest.fixture(scope="module")
 def padded() -> Iterator[Any]:
-    """profiling/g2p_padded.py: the same weights and steps on padded words."""
-    before = list(sys.path)
-    sys.path.insert(0, str(Path(__file__).parents[2] / "profiling"))
-    yield importlib.import_module("g2p_padded")
-    sys.path[:] = before
-    sys.modules.pop("g2p_padded", None)
+    """profiling/whole_models/g2p_padded.py: the same weights and steps on padded words."""
+    with profiling_modules("g2p_padded") as modules:
+        yield modules["g2p_padded"]
 
 
 def padded_loss(padded: Any, model: G2P, letters: PackedTensor, phones: PackedTensor, masks: Masks) -> Tensor:

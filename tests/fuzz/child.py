@@ -114,9 +114,9 @@ def _in_child(work: Callable[[], dict[str, Any]], write: int, said: int) -> None
 def _team_of_this_process() -> None:
     """Lets compiled loops have threads although this process was forked: its parent had none."""
     with contextlib.suppress(ImportError, AttributeError):
-        from tensorloop.compiler.targets.cpu import threads
+        from tensorloop.compiler.targets.cpu import loop_threads
 
-        threads._BORN[0] = os.getpid()
+        loop_threads._BORN[0] = os.getpid()
 
 
 def _read(pipe: int, until: float) -> tuple[bytes, bool]:

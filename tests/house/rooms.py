@@ -20,11 +20,11 @@ ROOMS = {
     "_torch": set(),
 }
 
-_SHARED = ("functions", "lengths", "operations", "place", "refused", "step", "trace", "verify", "walks")
+_SHARED = ("custom_functions", "edge_walks", "lengths", "operations", "place", "refused", "step", "trace", "verify")
 # What loops use of the compiler: the contracts, and its stages in the order in which a plan goes through them.
 _OF_THE_COMPILER = (
     *_SHARED,
-    *("graph.backward", "graph.capture", "graph.complex_pairs"),
+    *("graph.backward_step", "graph.capture", "graph.complex_pairs"),
     *("divide.all_steps", "divide.partition", "divide.saving", "divide.sums", "targets.choose"),
 )
 # A module that others may import although it is not the face of its room -> the rooms that do.
@@ -60,6 +60,7 @@ DOORS = {
 }
 # What all stages of the compiler share: a step, the operations, what a graph may hold.
 CONTRACTS = {f"compiler.{name}" for name in _SHARED}
+_OF_MACHINE_CODE = {*CONTRACTS, "compiler.emitter.lowered", "compiler.targets.given", "compiler.targets.target"}
 _EMITTER = ("compiler.emitter.ir", "compiler.emitter.lower", "compiler.emitter.write")
 # A room inside a room -> what it may import of that one: its files, and the rooms beside it or inside.
 INNER = {
@@ -86,10 +87,10 @@ INNER = {
     "compiler.emitter.write": {*CONTRACTS, "compiler.emitter.ir", "compiler.emitter.lower"},
     "compiler.emitter.device": {*CONTRACTS, *_EMITTER},
     "compiler.targets": {*CONTRACTS, *_EMITTER[:2], "compiler.targets.cpu", "compiler.targets.ptx"},
-    "compiler.targets.cpu": {*CONTRACTS, *_EMITTER, "compiler.emitter.lowered", "compiler.targets.given"},
+    "compiler.targets.cpu": {*_OF_MACHINE_CODE, *_EMITTER},
     "compiler.targets.ptx": {
-        *(*CONTRACTS, "compiler.emitter.lower", "compiler.emitter.device", "compiler.emitter.lowered"),
-        *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.given", "compiler.targets.proved"),
+        *(*_OF_MACHINE_CODE, "compiler.emitter.lower", "compiler.emitter.device"),
+        *("compiler.targets.cpu", "compiler.targets.eager", "compiler.targets.proved"),
     },
     "packed.table": {"packed.rows"},
     "packed.scores": {"packed.rows", "packed.table"},
@@ -118,14 +119,15 @@ INNER_DOORS = {
     *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
     *_of("loop.compiled.look", "second_look template values_read"),
     *_of("loop.effects", "caught fetches follow judge known notes reads"),
-    *_of("loop.compiled.run", "array_plan blocks node plan program python_condition results rows_apart stretches"),
+    *_of("loop.compiled.run", "array_plan blocks looped plan program python_condition results rows_apart stretches"),
     "compiler.graph.core_operations",
-    *_of("compiler.emitter.ir", "arrays code failures kernels machine vector_math"),
+    *_of("compiler.emitter.ir", "code failures kernels machine strided_arrays vector_math"),
     *_of("compiler.emitter.lower", "calling convolution growing indexing lowering matrices movement numbers pointwise"),
     *_of("compiler.emitter.lower", "reductions special"),
-    *_of("compiler.emitter.write", "bounds factorings function fuse in_order matmul matrices memory rows scratch"),
-    *("compiler.emitter.write.walk_body", "compiler.emitter.device.devices", "compiler.emitter.device.kernel"),
-    *_of("compiler.targets", "eager given proved cpu.cache cpu.host cpu.target ptx.target"),
+    *_of("compiler.emitter.write", "bounds element_by_element elements factorings function fuse matrices row_shares"),
+    *_of("compiler.emitter.write", "scratch step_loop units walk_body"),
+    *_of("compiler.emitter.device", "devices kernel"),
+    *_of("compiler.targets", "eager given proved target cpu.host cpu.object_cache cpu.cpu_target ptx.ptx_target"),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *_of("packed.rows", "alignments dim segment_reduce segments size windows"),
     *_of("packed.table", "aliases assign autograd base dispatch entries fallback heads_as_rows layout made_by_size"),
@@ -156,7 +158,7 @@ LATE_DOORS = {
     "packed.views.reordered": {"'attention.sdpa'", "'attention.multihead'"},
     "tensor_array.array": {"'tensor_array.show'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda
-    "memory.target": {"name"},  # a user's own module
+    "memory.named_function": {"name"},  # a user's own module
 }
 # tqdm where progress=True asks for it, matplotlib where one draws, pymetis where METIS is asked for
 THIRD_PARTY = {"torch", "tqdm", "matplotlib", "pymetis"}

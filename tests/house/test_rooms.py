@@ -278,7 +278,11 @@ def test_the_tables_name_what_there_is() -> None:
         ("packed.rows.dim", "import tensorloop", "packed.rows.dim imports __init__; inside"),
         ("packed.rows.dim", "import numba", "packed.rows.dim imports numba, which is neither"),
         ("loop.compiled.run.plan", "import llvmlite", "loop.compiled.run.plan imports llvmlite, which is neither"),
-        ("compiler.targets.cpu.core", "import numba", "compiler.targets.cpu.core imports numba, which is neither"),
+        (
+            "compiler.targets.cpu.native_core",
+            "import numba",
+            "compiler.targets.cpu.native_core imports numba, which is neither",
+        ),
         (
             "packed.rows.dim",
             "import_module('tensorloop.loop')",
@@ -318,9 +322,9 @@ def test_the_tables_name_what_there_is() -> None:
             "loop.checkpoint.node imports loop.compiled.front; of loop loop.checkpoint may",
         ),
         (
-            "compiler.targets.cpu.core",
+            "compiler.targets.cpu.native_core",
             "from tensorloop.loop.compiled import plan",
-            "compiler.targets.cpu.core imports loop.compiled; compiler may import nothing and the ground",
+            "compiler.targets.cpu.native_core imports loop.compiled; compiler may import nothing and the ground",
         ),
         (
             "memory.counting.sites",

@@ -3,10 +3,7 @@
 `profiling/torch_loops.py` has both, side by side.
 """
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -17,8 +14,8 @@ from torch.autograd import grad
 import tensorloop as tl
 from tests.support.devices import HERE
 from tests.support.loop_cases import Ours, Plain, randn, with_and_without_checkpoints
+from tests.support.profiling_modules import profiling_modules
 
-FOLDER = Path(__file__).parents[2] / "profiling"
 D = torch.float64
 
 
@@ -64,13 +61,8 @@ def test_both_inputs_of_a_linear_recurrence(reverse: bool, needs: tuple[bool, bo
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
-    before, known = list(sys.path), set(sys.modules)
-    sys.path.insert(0, str(FOLDER))
-    yield importlib.import_module("torch_loops")
-    sys.path[:] = before
-    for name in set(sys.modules) - known:
-        if (FOLDER / f"{name}.py").exists():
-            del sys.modules[name]
+    with profiling_modules("torch_loops") as modules:
+        yield modules["torch_loops"]
 
 
 @pytest.mark.usefixtures("on_the_cpu")

@@ -1,24 +1,15 @@
 """What the tests of profiling scripts share: the scripts as modules."""
 
-import importlib
-import sys
 from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
 
-FOLDER = Path(__file__).parents[2] / "profiling"
+from tests.support.profiling_modules import NAMES, profiling_modules
 
 
 @pytest.fixture(scope="module")
 def scripts() -> Iterator[dict[str, Any]]:
-    """The modules of profiling/, found as a script run by path finds them, and forgotten afterwards."""
-    names = [path.stem for path in FOLDER.glob("*.py")]
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    modules = {name: importlib.import_module(name) for name in names}
-    sys.path[:] = before
-    yield modules
-    for name in names:
-        del sys.modules[name]
+    """The modules of profiling/, by the names of their files."""
+    with profiling_modules(*NAMES) as modules:
+        yield modules

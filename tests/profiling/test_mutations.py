@@ -1,14 +1,14 @@
 """The script that breaks lines: what it changes, what it takes for caught; and that its page shows its results."""
 
 import ast
-import importlib
 import subprocess
-import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import pytest
+
+from tests.support.profiling_modules import profiling_modules
 
 ROOT = Path(__file__).parents[2]
 SOURCE = '''
@@ -26,12 +26,8 @@ def f(x, y=0):
 
 @pytest.fixture(scope="module")
 def script() -> Iterator[Any]:
-    before = list(sys.path)
-    sys.path.insert(0, str(ROOT / "profiling"))
-    module = importlib.import_module("mutations")
-    sys.path[:] = before
-    yield module
-    sys.modules.pop("mutations", None)
+    with profiling_modules("mutations") as modules:
+        yield modules["mutations"]
 
 
 def test_mutants_of_a_source(script: Any):

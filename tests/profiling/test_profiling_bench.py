@@ -17,7 +17,7 @@ def modules(scripts: dict[str, Any]) -> dict[str, Any]:
 PROGRAM = """
 import json, pathlib, sys
 sys.path[:0] = [{folder!r}]
-import harness
+from running import harness
 out = pathlib.Path(sys.argv[sys.argv.index("--out") + 1])
 assert sys.argv[1] == "--short"
 about = harness.about(1, command="python profiling/{name}.py --short", set="short")

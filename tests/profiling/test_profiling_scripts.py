@@ -3,7 +3,6 @@
 One file: all of it runs the same script of two sums, which takes no time.
 """
 
-import importlib
 import json
 import re
 import sys
@@ -16,6 +15,8 @@ from typing import Any
 
 import pytest
 
+from tests.support.profiling_modules import profiling_modules
+
 ROOT = Path(__file__).parents[2]
 FOLDER = ROOT / "profiling"
 NAMES = ("bench", "captions", "harness", "names", "partial", "resident", "script", "sentences")
@@ -23,13 +24,8 @@ NAMES = ("bench", "captions", "harness", "names", "partial", "resident", "script
 
 @pytest.fixture(scope="module")
 def modules() -> Iterator[dict[str, Any]]:
-    before = list(sys.path)
-    sys.path.insert(0, str(FOLDER))
-    found = {name: importlib.import_module(name) for name in NAMES}
-    sys.path[:] = before
-    yield found
-    for name in NAMES:
-        sys.modules.pop(name, None)
+    with profiling_modules(*NAMES) as found:
+        yield found
 
 
 @pytest.fixture

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from typing import Any
 
 from tensorloop.compiler.step import Step, Unsupported
-from tensorloop.compiler.targets.cpu import core
+from tensorloop.compiler.targets.cpu import native_core
 from tests.support.lanes import ORDERS, LanesCore
 from tests.support.ptx_checks import ARCHITECTURES, check_ptx
 
@@ -77,16 +77,16 @@ def on(seed: int) -> Iterator[Made]:
             check_ptx(found.kernels, draw.choice(ARCHITECTURES))
         except Unsupported as lack:
             made.refused[lack.args[0] if lack.args else str(lack)] += 1
-            core.instead.remove(emitted)
+            native_core.instead.remove(emitted)
             try:
-                return core.emit(step, folder=folder, target=target)
+                return native_core.emit(step, folder=folder, target=target)
             finally:
-                core.instead.append(emitted)
+                native_core.instead.append(emitted)
         made.ways[f"{lanes} lanes"] += 1
         return found
 
-    core.instead.append(emitted)
+    native_core.instead.append(emitted)
     try:
         yield made
     finally:
-        core.instead.remove(emitted)
+        native_core.instead.remove(emitted)

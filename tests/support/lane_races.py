@@ -12,8 +12,8 @@ import torch
 
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lanes import LaneShare, share_lanes, walking_order
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
 from tensorloop.compiler.lengths import actual, grows
 

@@ -8,7 +8,7 @@ from typing import Any
 from tensorloop.compiler.emitter.device.devices import Nvptx
 from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.targets.cpu.cache import Folder
+from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tensorloop.compiler.targets.ptx.assemble import ptx_of
 
 ARCHITECTURES = ("sm_80", "sm_90", "sm_100")

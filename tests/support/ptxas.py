@@ -27,7 +27,7 @@ from tensorloop.compiler.emitter.device.devices import Nvptx
 from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import Step, Unsupported
-from tensorloop.compiler.targets.cpu import core
+from tensorloop.compiler.targets.cpu import native_core
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.ptx.assemble import ptx_of
 from tensorloop.compiler.targets.ptx.made import MOST_SPILLED
@@ -107,12 +107,12 @@ def steps_of(name: str, dtype: torch.dtype) -> list[Step]:
         found.append(step)
         return EagerCore(step)
 
-    core.instead.append(noted)  # pyright: ignore[reportArgumentType]
+    native_core.instead.append(noted)  # pyright: ignore[reportArgumentType]
     plans.clear()
     try:
         outcome(CASES[name], dtype, True)
     finally:
-        core.instead.pop()
+        native_core.instead.pop()
         plans.clear()
     return found
 

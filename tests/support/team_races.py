@@ -4,14 +4,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Matrix, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.write.function import LoopWriter
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.team import DimShare, Planner, Team
 from tensorloop.compiler.step import Step
-from tensorloop.compiler.targets.cpu.core import lowered
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.cpu.native_core import lowered
 
 Walked = tuple[Array, Sequence[range], Sequence[tuple[int, int]], bool]  # ranges of its dims; (size, step) more; writes
 Touched = tuple[dict[object, set[int]], dict[object, set[int]]]  # elements read and written, by whose memory it is
@@ -22,7 +22,7 @@ def assert_no_race(rec: Step, count: int) -> None:
 
     Nor would it where every buffer had memory of its own, so that nobody waits for that.
     """
-    made = LoopWriter(lowered(rec), host(), rec.reverse)
+    made = LoopWriter(lowered(rec), host())
     assert made.team is not None
     _go(made, made.team, made.offsets, count)
     team = Planner(made.packed, made.stored, {}, host()).plan(made.step, made.units, [1] * len(made.units))

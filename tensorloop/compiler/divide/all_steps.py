@@ -14,10 +14,10 @@ from torch import Tensor, fx
 
 from tensorloop.compiler.divide.mapped import Mapped, TensorArgument
 from tensorloop.compiler.divide.scatters import is_mask, places_of_steps
+from tensorloop.compiler.edge_walks import needed_for
 from tensorloop.compiler.operations import OPERATIONS, aten, is_pointwise, value_of
 from tensorloop.compiler.place import HOST, put_on
 from tensorloop.compiler.step import StepFailed
-from tensorloop.compiler.walks import needed_for
 
 
 class BatchedGraph:

@@ -13,6 +13,7 @@ import torch
 from torch import fx
 
 from tensorloop.compiler.divide.sums import leaves, sums_in_loop
+from tensorloop.compiler.edge_walks import depends_on, needed_for
 from tensorloop.compiler.lengths import grows, meets_growing
 from tensorloop.compiler.operations import (
     aten,
@@ -28,7 +29,6 @@ from tensorloop.compiler.operations import (
 )
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.step import Step
-from tensorloop.compiler.walks import depends_on, needed_for
 
 _FLOATS = (torch.float32, torch.float64)
 

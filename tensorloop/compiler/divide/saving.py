@@ -11,6 +11,7 @@ from itertools import chain
 
 from torch import Tensor, fx
 
+from tensorloop.compiler.edge_walks import depends_on, needed_for
 from tensorloop.compiler.lengths import grows, meets_growing
 from tensorloop.compiler.operations import (
     asks_for_infinity,
@@ -24,7 +25,6 @@ from tensorloop.compiler.operations import (
     is_view,
 )
 from tensorloop.compiler.refused import Refused
-from tensorloop.compiler.walks import depends_on, needed_for
 
 _FOREVER = 1 << 60
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.functions import BEGIN, COMING, END
+from tensorloop.compiler.custom_functions import BEGIN, COMING, END
 from tensorloop.compiler.graph import fourier
 from tensorloop.compiler.operations import aten
 

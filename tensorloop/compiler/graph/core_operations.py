@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.tracing import decompositions, traced, without_writes
-from tensorloop.compiler.graph import orders, windows
+from tensorloop.compiler.graph import orders, pooling_windows
 from tensorloop.compiler.graph.decompositions import Table, after_autograd, before_autograd
 from tensorloop.compiler.graph.simplify import Written, simplified
 from tensorloop.compiler.lengths import meets_growing
@@ -110,7 +110,7 @@ def _apart(n: fx.Node) -> fx.Graph | None:
 
 @cache
 def _table() -> Table:
-    return {**before_autograd(), **after_autograd(), **orders.TABLE, **windows.TABLE}
+    return {**before_autograd(), **after_autograd(), **orders.TABLE, **pooling_windows.TABLE}
 
 
 def _example(value: Tensor) -> Tensor:

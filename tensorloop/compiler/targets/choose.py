@@ -1,6 +1,7 @@
 """Which target a step runs on."""
 
 import functools
+import os
 from collections.abc import Iterable
 from typing import Any
 
@@ -11,18 +12,11 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.compiler.place import HOST, Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, Step, Unsupported
-from tensorloop.compiler.targets.cpu.target import CpuTarget
-from tensorloop.compiler.targets.eager import EagerTarget
-from tensorloop.compiler.targets.graphs.target import GraphTarget
-from tensorloop.compiler.targets.ptx.target import VARIABLE, PtxTarget, is_wanted
+from tensorloop.compiler.targets.listed import TARGETS
 from tensorloop.compiler.targets.target import Target
 
-EAGER: Target = EagerTarget()  # in the place of a target that lacks something
-GRAPHS = GraphTarget()
-TARGETS: dict[str, Target] = {"cpu": CpuTarget(), "cuda": GRAPHS}  # by the type of a device
-PTX = PtxTarget(lambda step: _first_of((TARGETS["cuda"],), step)[0])  # in its place for who asks for it
-_BY_NAME = {target.name: target for target in (EAGER, PTX, *TARGETS.values())}
-AUTOCAST = tuple(TARGETS)  # types of devices whose autocast a loop may be under
+DEVICES = tuple(dict.fromkeys(target.device for target in TARGETS if target.device))  # types of them
+_BY_NAME = {target.name: target for target in TARGETS}
 
 
 def find_place(devices: Iterable[torch.device]) -> Place:
@@ -30,10 +24,11 @@ def find_place(devices: Iterable[torch.device]) -> Place:
     first, *others = dict.fromkeys(devices) or (HOST,)
     if others:
         raise Refused(f"the tensors of the loop are on {first} and on {others[0]}", "move them to one device")
-    if first.type not in TARGETS:
-        kinds = " and ".join(TARGETS)
-        raise Refused(f"loops on {kinds} are compiled, none on {first.type}", "compile=False says that this is meant")
-    return _place(first, first.type == "cuda" and is_wanted())
+    for target in TARGETS:
+        if target.device == first.type and (not target.variable or os.environ.get(target.variable) == "1"):
+            return _place(target, first)
+    kinds = " and ".join(DEVICES)
+    raise Refused(f"loops on {kinds} are compiled, none on {first.type}", "compile=False says that this is meant")
 
 
 def place_named(device: Any) -> Place:
@@ -49,9 +44,9 @@ def place_named(device: Any) -> Place:
         raise WrongValue(f"device: {refusal.reason}") from None
 
 
-@functools.cache  # one object for each device: keys of plans are compared at every call
-def _place(device: torch.device, kernels: bool) -> Place:
-    return (PTX if kernels else TARGETS[device.type]).place(device)
+@functools.cache  # one object for each device
+def _place(target: Target, device: torch.device) -> Place:
+    return target.place(device)
 
 
 def target_of(place: Place) -> Target:
@@ -66,33 +61,19 @@ def is_captured(place: Place) -> bool:
 
 def left_to_loop(place: Place) -> bool:
     """Whether a loop whose core lacks something is left to the eager loop: on a device the eager core launches less."""
-    return place.device == HOST
+    return target_of(place).left_to_loop
 
 
 def make_core(step: Step) -> tuple[Core, Unsupported | None]:
-    """Returns a core, and why it is of none of the place's own targets."""
-    own = target_of(step.place)
-    return _first_of((own, TARGETS["cuda"]) if own is PTX else (own,), step)
+    """Returns a core, and why it is none of the place's own target."""
+    return target_of(step.place).core_of(step)
 
 
 def describe(step: Step) -> list[str]:
-    """Returns what a step asks of its device, in counts, a line each; none where the core says it all."""
-    if step.place.device == HOST:
-        return []
-    kernel = PTX.describe(step)
-    if step.place.target == PTX.name:
-        return kernel
-    return [*GRAPHS.describe(step), f"with {VARIABLE}=1 instead:", *(f"  {line}" for line in kernel)]
-
-
-def _first_of(targets: Iterable[Target], step: Step) -> tuple[Core, Unsupported | None]:
-    """The core of the first that makes one; else the eager one, and what the first of them lacks."""
-    lacking: Unsupported | None = None
-    for target in targets:
-        try:
-            return target.make_core(step), None
-        except Unsupported as lack:
-            lacking = lacking or Unsupported(lack.reason, lack.node)  # without frames, which hold the caller's tensors
-        except Exception as error:  # a compiler that fails costs speed, no result
-            lacking = lacking or Unsupported(f"the emitter failed, {type(error).__name__}: {error}")
-    return EAGER.make_core(step), lacking
+    """Returns what a step asks of its device, in counts, a line each, now and by the targets that nobody asked for."""
+    own = target_of(step.place)
+    lines = own.describe(step)
+    for other in TARGETS:
+        if other.variable and other.device == own.device and other is not own:
+            lines += [f"with {other.variable}=1 instead:", *(f"  {line}" for line in other.describe(step))]
+    return lines

@@ -1,7 +1,6 @@
 """A loop whose steps run one by one in torch operations: for what a back end lacks, and to test others against."""
 
-from collections.abc import Callable, Container, Mapping, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -10,8 +9,9 @@ from torch import Tensor, fx
 from tensorloop.compiler.emitter.lower.growing import scheduled
 from tensorloop.compiler.lengths import WRITES, Length, Sized, all_hold, grows, of_slice, shape_of, versions
 from tensorloop.compiler.operations import aten, is_view
-from tensorloop.compiler.place import Place, put_on
+from tensorloop.compiler.place import put_on
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
+from tensorloop.compiler.targets.target import Target
 
 
 class EagerCore:
@@ -137,25 +137,11 @@ _APPEND = {aten.cat.default: _append}
 _OVERWRITE = {aten.select_scatter.default: _put, aten.index_put.default: aten.index_put_.default}
 
 
-class EagerTarget:
+class EagerTarget(Target):
     """Runs any step on any device, one operation of torch after the other."""
 
     name = "eager"
-    lacks = frozenset[str]()
-    calls_torch = True
-
-    def place(self, device: torch.device) -> Place:
-        """Returns a place where nothing is small: a matrix in the loop is one more operation to start."""
-        return Place(device, self.name, cached=0, few_rows=0, many_rows=0, small_step=0)
 
     def make_core(self, step: Step) -> Core:
         """Returns the step as a graph that torch runs."""
         return EagerCore(step)
-
-    def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:
-        """Raises `Unsupported`: operations do not say which rows they read."""
-        raise Unsupported("torch's operations do not say which rows they read")
-
-    def one_thread(self, users: bool = False) -> AbstractContextManager[None]:
-        """Does nothing: how many threads an operation has is torch's matter."""
-        return nullcontext()

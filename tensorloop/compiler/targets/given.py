@@ -5,11 +5,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tensorloop._torch.memory import is_symbolic
-from tensorloop.compiler.emitter.ir.arrays import Array
+from tensorloop._torch.memory import symbolic
 from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.emitter.ir.failures import failure
 from tensorloop.compiler.emitter.ir.kernels import Check
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.lower.calling import in_memory_as
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.operations import aten, values_of
@@ -38,11 +38,14 @@ class NeededTensors:
         """Raises where a tensor is not what the code would take it for."""
         steps, *tensors, _ = call
         counts = (1, steps, 1, steps, 1)
+        given, wrong = [x for kind in tensors for x in kind], None
         for kind, needed, count in zip(tensors, self._needed, counts, strict=True):
             for x, (numel, dtype) in zip(kind, needed, strict=True):
                 enough = numel is None or x.numel() >= numel * count
-                if not enough or x.dtype is not dtype or x.device.type != self._device or is_symbolic(x):
-                    raise AssertionError(f"a compiled loop was given {x.dtype} of shape {tuple(x.shape)} on {x.device}")
+                if not enough or x.dtype is not dtype or x.device.type != self._device:
+                    wrong = x
+        if (x := symbolic(given) if wrong is None else wrong) is not None:
+            raise AssertionError(f"a compiled loop was given {x.dtype} of shape {tuple(x.shape)} on {x.device}")
 
 
 def as_numbers(x: Tensor) -> Tensor:

@@ -263,7 +263,8 @@ def _look_at(
     """A look at the first step of a loop, and its plan; `check` is called in between."""
     with _left_to_eager(loop):
         seen = look(loop, first)
-        compare_flags(seen)
+        if seen.record is not None:
+            compare_flags(seen.record)
         if check is not None:
             check(seen)
         seen, plan = plan_of(seen)
@@ -273,7 +274,7 @@ def _look_at(
             raise plan.alone()
         _check_rows(seen, plan)
         remember(seen.frame.root, plan.clock)
-    if seen.record is not None and (said := seen.record.log.numbers.said):
+    if seen.record is not None and (said := seen.record.written.numbers.said):
         warn(f"{loop.title}: {said}", UserWarning, user_place())
     return seen, plan
 
@@ -333,8 +334,8 @@ def _forget(loop: Loop) -> None:
 def _first_answer(loop: ConditionalLoop) -> FirstAnswer:
     """Asks the condition before the first step."""
     state = loop.begin()
-    log = OperationLog([])  # refuses what asking twice would do twice, writes to the carry among that
-    log.grad, log.may_draw, log.may_read = False, False, True
+    log = OperationLog([], may_draw=False)  # refuses what asking twice would do twice, writes to the carry among that
+    log.ask(may_read=True)
     asked = loop.asked = Asked()
     with judged(log.watch, asked), log, without_hooks(), asked.asking():
         answer = loop.answer(0, state)
@@ -371,7 +372,7 @@ def plan_of(seen: Look) -> tuple[Look, Plan | Refused]:
         if is_captured(seen.frame.place):
             reason = "its plan would be made while a CUDA graph is captured"
             raise Refused(reason, "call the loop once before the capture")
-        seen.record.values.check(seen.frame.root, seen.record.log.key)
+        seen.record.values.check(seen.frame.root, seen.record.written.key)
         try:  # no lock is held here: the body runs, and may wait for other threads
             with without_modes():
                 trace = look_twice(seen)
@@ -392,12 +393,13 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
         cure = "use torch.where, or tl.scan with a tensor in the carry"
         return Refused(f"{said} reads a value in Python, in a loop that carries no tensor", cure, place)
     drawn = [draw.example for draw in seen.draws]
-    trace, ahead = with_going(trace, seen.record.log.shapes()) if trace.answers else (trace, [])
+    trace, ahead = with_going(trace, seen.record.written.shapes()) if trace.answers else (trace, [])
     next_rows = [seen.record.given[len(seen.frame.carry) + k].detach() for k in ahead]
     inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *next_rows, *seen.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse
-    examples = [in_memory(x).detach().to(HOST) for x in (*seen.record.given, *drawn, *next_rows, *seen.captures)]
+    given = in_memory([*seen.record.given, *drawn, *next_rows, *seen.captures])
+    examples = [x.detach().to(HOST) for x in given]
     try:
         with unseen(), without_autocast(), without_modes():
             if looks is None:

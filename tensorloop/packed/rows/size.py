@@ -1,7 +1,8 @@
 """What stands for the ragged dim in the shape of a packed tensor: equal to None, and no number.
 
 It holds the `Dim`, so that what torch makes by a size can be made of the same rows (`by_size.py`). No code in C reads a
-number from it but where a slice ends: `__index__` looks at the instruction that asks.
+number from it but where a slice ends: `__index__` looks at the instruction that asks. Nothing else tells the two apart,
+for what is in a slice of an ordinary tensor is not asked by `__torch_function__`.
 """
 
 import dis

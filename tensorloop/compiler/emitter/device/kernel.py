@@ -11,15 +11,12 @@ from tensorloop.compiler.emitter.device.devices import MOST_ARGUMENTS, Device
 from tensorloop.compiler.emitter.device.kernel_body import KernelBody, Names
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.traffic import Traffic, traffic
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import Code
 from tensorloop.compiler.emitter.ir.kernels import Check, Gather, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.function import operations_of
-from tensorloop.compiler.emitter.write.fuse import (
-    Unit,
-    WalkGroup,
-)
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.scratch import line
 from tensorloop.compiler.lengths import Length, Size, actual
 from tensorloop.compiler.step import Unsupported

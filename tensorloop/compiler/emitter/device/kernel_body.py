@@ -5,23 +5,22 @@ from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.device_math import DeviceMath
 from tensorloop.compiler.emitter.device.devices import Device
-from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan, copying
+from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lane_product import LaneProduct
 from tensorloop.compiler.emitter.device.lane_walk import LaneWalk
 from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Matrix, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
-from tensorloop.compiler.emitter.write import in_order
+from tensorloop.compiler.emitter.write import element_by_element
+from tensorloop.compiler.emitter.write.elements import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
-from tensorloop.compiler.emitter.write.fuse import (
-    Unit,
-    WalkGroup,
-)
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matrices import Matrices
-from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
+from tensorloop.compiler.emitter.write.step_loop import StepLoop, roles
+from tensorloop.compiler.emitter.write.units import copying
 
 GROWN = "%grown"  # where scratch begins that is as long as arrays
 
@@ -30,17 +29,7 @@ class Names:
     """Names of the kernel's addresses and of its numbers, in their order."""
 
     def __init__(self, step: LoweredStep, packed: int, grown: bool) -> None:
-        counts = {
-            "invariant": len(step.invariants),
-            "constant": len(step.constants),
-            "packed": packed,
-            "sequence": len(step.sequences),
-            "first": len(step.carry),
-            "out": len(step.outs),
-            "sum": len(step.sums),
-            "last": len(step.carry),
-        }
-        self.of = {(kind, n): f"%{kind}.{n}" for kind, count in counts.items() for n in range(count)}
+        self.of = {(kind, n): f"%{kind}.{n}" for kind, n in roles(step, packed)}
         self.all = [*self.of.values(), "%status", *([GROWN] if grown else [])]
         self.numbers = ["%steps", *(f"%start.{n}" for n in range(len(step.source.growth)))]
 
@@ -57,7 +46,7 @@ class KernelBody:
     """Writes a kernel's lines."""
 
     def __init__(self, plan: KernelPlan, code: Code, names: Names) -> None:
-        self.plan, self.code, self.given, self.step = plan, code, names.of, plan.step
+        self.plan, self.code, self.given, self.step = plan, code, dict(names.of), plan.step
         self.device, self.rows = plan.device, plan.rows
         self.low: Index = 0
         self.high: Index = 0
@@ -71,51 +60,25 @@ class KernelBody:
         self.first_group = code.op("icmp eq i64 %group, 0", "i1")
         pairs = self._pairs()
         begin = self._begin(pairs)
-        names = dict(self.given)
-        for n, array in enumerate(step.sums):
-            if self.plan.is_apart(n):
-                names["sum", n] = code.pointer(names["sum", n], code.times("%group", array.buffer.bytes))
         places = {buffer: self._scratch(buffer, at) for buffer, at in self.plan.offsets.items()} | self._grown()
         self._load(places)
+        for n, array in enumerate(step.sums):
+            if self.plan.is_apart(n):
+                self.given["sum", n] = code.pointer(self.given["sum", n], code.times("%group", array.buffer.bytes))
         if waits.starting:
             self.device.wait(code)
-        if step.source.reverse:
-            code.line("%last.step = sub i64 %steps, 1")
-        before = code.block
-        code.line("br label %step")
-        code.label("step")
-        turn = code.phi("%turn", "i64", "0", before)
-        carried = [code.phi(code.name("carry"), "ptr", one, before) for one in begin]
-        following = {n: code.phi(code.name("next"), "ptr", one, before) for n, (one, _) in pairs.items()}
-        names |= {("carry", n): phi.name for n, phi in enumerate(carried)}
-        names |= {("next", n): phi.name for n, phi in following.items()}
-        memory = self._memory(names, places)
+        loop = StepLoop(code, step, self.given, begin, pairs)
+        pointers = Pointers(loop.names)
+        pointers.update(places)
+        memory = LaneMemory(code, self.device, pointers, code.pointer("%status", 8))
         for n in range(len(self.plan.units)):
             if waits.before[n]:
                 self.device.wait(code)
             self._unit(memory, n)
-        after = [memory.pointers[array.buffer] for array in step.next]
-        # A carry has two places. The step has read one and written the other, which is read next.
-        swapped = {}
-        for n, (one, other) in pairs.items():
-            same = code.op(f"icmp eq ptr {following[n].name}, {one}", "i1").text
-            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
-        done = code.op("add nsw i64 %turn, 1", "i64").text
-        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
-        if step.going is not None:
-            # All lanes of a group, and all groups, read the same: else some would wait for others that have left.
-            if waits.asking:
-                self.device.wait(code)
-            more = code.binary("and", more, memory.load(step.going.squeeze(), (), None, 1, None))
-        latch = code.block
-        code.line(f"br i1 {more.text}, label %step, label %finish")
-        turn.close(done, latch)
-        for phi, end in zip(carried, after, strict=True):
-            phi.close(end, latch)
-        for n, phi in following.items():
-            phi.close(swapped[n], latch)
-        code.label("finish")
-        self._finish(after, done)
+        # All lanes of a group, and all groups, read the same condition: else some would wait for others that have left.
+        if waits.asking:
+            self.device.wait(code)
+        self._finish(*loop.end(memory))
 
     def _bounds(self) -> None:
         """The rows of this group."""
@@ -188,23 +151,6 @@ class KernelBody:
             written, share = {one.right.buffer}, self.plan.loading(one)
             LaneWalk(memory, one.load, written, self._range(one.row), share, self.plan.lanes).emit(self.device)
 
-    def _memory(self, names: dict[tuple[str, int], str], places: dict[Region, str]) -> Memory:
-        """Where everything lies at this step."""
-        code, step = self.code, self.step
-        index = code.op("sub i64 %last.step, %turn", "i64").text if step.source.reverse else "%turn"
-        growing.at_step(code, step.source.growth)
-        names |= {("array", n): self.given["first", n] for n in range(len(step.carry))}
-        for kind, arrays in (("sequence", step.sequences), ("out", step.outs)):
-            for n, array in enumerate(arrays):
-                if array.buffer.kind == "prefix":
-                    names["prefix", n] = self.given[kind, n]
-                    continue
-                size = array.numel * array.dtype.itemsize
-                names[kind, n] = code.pointer(self.given[kind, n], code.times(index, size))
-        pointers = Pointers(names)
-        pointers.update(places)
-        return LaneMemory(code, self.device, pointers, code.pointer("%status", 8))
-
     def _range(self, dim: int | None) -> RowRange | None:
         return None if self.rows is None or dim is None else RowRange(str(self.low), str(self.high), dim)
 
@@ -238,7 +184,7 @@ class KernelBody:
             self._lines(memory, unit, rows, share)
 
     def _lines(
-        self, memory: Memory, unit: "Scatter | in_order.Running", rows: RowRange | None, share: LaneShare
+        self, memory: Memory, unit: "Scatter | element_by_element.Running", rows: RowRange | None, share: LaneShare
     ) -> None:
         """A scatter or a running sum, a line along its dim each lane."""
         bounds = (rows.low, rows.high) if share.rows and rows is not None else None
@@ -249,11 +195,11 @@ class KernelBody:
             for d, place in zip(share.order, places, strict=True):
                 index[d] = place
             if not isinstance(unit, Scatter):
-                in_order.running_line(memory, unit, index, None, 1, None)
+                element_by_element.running_line(memory, unit, index, None, 1, None)
                 return
             with self.code.loop(0, shape[unit.dim]) as loop:
                 index[unit.dim] = loop.index
-                in_order.scatter_one(memory, unit, index)
+                element_by_element.scatter_one(memory, unit, index)
 
         Elements(self.code, share.sizes, bounds, share.count).each(self.plan.lanes, line_at)
 

@@ -8,24 +8,15 @@ from tensorloop.compiler.emitter.device.lanes import MANY, GroupRows, LaneShare,
 from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, carry_beside_outs, near_matrices, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
 from tensorloop.compiler.emitter.device.waits import WaitPlanner
-from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
-from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Point, Scatter
-from tensorloop.compiler.emitter.lower import growing
-from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
+from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, contiguous
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
-from tensorloop.compiler.emitter.write.fuse import (
-    Unit,
-    WalkGroup,
-    drop_unread,
-    find_stored,
-    group_walks,
-    join_additions,
-    split_by_readers,
-)
-from tensorloop.compiler.emitter.write.matmul import turn_product
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matrices import number_checks
-from tensorloop.compiler.emitter.write.rows import share_rows
+from tensorloop.compiler.emitter.write.row_shares import share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
+from tensorloop.compiler.emitter.write.units import copying, find_grown, put_together
 from tensorloop.compiler.lengths import Length
 from tensorloop.compiler.step import Unsupported
 
@@ -47,13 +38,8 @@ class KernelPlan:
     def _make(self, step: LoweredStep) -> None:
         """Units, lanes and places."""
         self.step = step
-        kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
-        kept |= {step.going.buffer} if step.going is not None else set()
-        kernels = [growing.ordered(kernel) for kernel in drop_unread(step.kernels, kept)]
-        kernels = [turn_product(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
-        self.units: list[Unit] = group_walks(split_by_readers(join_additions(kernels, kept), kept))
+        self.units, self.stored = put_together(step)
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
-        self.stored = find_stored(self.units, kept)
         self.checks = number_checks(self.units, self.machine)
         self.split = share_rows(step, self.units, {})
         self.rows = self._rows()
@@ -72,9 +58,7 @@ class KernelPlan:
         self.scratch += self.device.own_scratch(self.lanes)
         self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
         self.packed = _packed(self.units)
-        buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
-        grown = [one for one in buffers if one.kind == "scratch" and one in self.stored]
-        self.grown = [one for one in grown if isinstance(one.numel, Length)]
+        self.grown = find_grown(self.units, self.stored)
 
     def _rows(self) -> GroupRows | None:
         """What each group has of the rows; None where one group has all."""
@@ -194,9 +178,3 @@ def _packed(units: Sequence[Unit]) -> dict[Array, Array]:
 
 def _same(buffer: Region, array: Array) -> Array:
     return contiguous(buffer, array.shape)
-
-
-def copying(array: Array) -> WalkGroup:
-    """A copy of a dense array, for others to say of what."""
-    a, b = (contiguous(Region("copy", n, array.numel, array.dtype), array.shape) for n in range(2))
-    return WalkGroup(array.shape, [Point("copy", copied, (a,), b)])

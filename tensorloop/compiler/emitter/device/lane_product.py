@@ -1,10 +1,10 @@
 """A product of matrices by the lanes of a device: some rows of one column each, sums in registers."""
 
 from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Matmul
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
+from tensorloop.compiler.emitter.write.elements import Memory, RowRange
 
 UNROLLED = 4  # steps along K in one turn
 STAYS = ", !invariant.load !9"  # of a load of what no step writes: it may be done once for all steps

@@ -4,10 +4,10 @@ import math
 
 from tensorloop.compiler.emitter.device.devices import Device
 from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare, split_index, walking_order
-from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.ir.code import Index, Value
+from tensorloop.compiler.emitter.ir.strided_arrays import Region
+from tensorloop.compiler.emitter.write.elements import Memory, RowRange
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.emitter.write.walk_body import WalkBody
 
 

@@ -7,8 +7,8 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length

@@ -13,8 +13,8 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.emitter.device.lanes import GroupRows, LaneShare, walking_order
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul, Matrix, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length, Size
 from tensorloop.compiler.place import HOST

@@ -4,8 +4,8 @@ import math
 from typing import NamedTuple
 
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.kernels import Gather, Matmul
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import has_length
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
 from tensorloop.compiler.emitter.device.touches import LaneTouch, SlotTouch, Touch
-from tensorloop.compiler.emitter.ir.arrays import Region
+from tensorloop.compiler.emitter.ir.strided_arrays import Region
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 
 STEPS = 4  # places change with every second step, and a slice of an output is met one step later

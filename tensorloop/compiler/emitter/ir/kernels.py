@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 
 
 class _ToOut:

@@ -9,9 +9,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region, dense
 from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Operand
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, dense
 from tensorloop.compiler.lengths import meets_growing
 from tensorloop.compiler.operations import is_part, values_of
 from tensorloop.compiler.place import HOST

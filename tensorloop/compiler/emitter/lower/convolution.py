@@ -7,7 +7,7 @@ from typing import Any, NamedTuple
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.lowering import Call, Lowering
 from tensorloop.compiler.emitter.lower.movement import box, framed

@@ -14,7 +14,6 @@ from typing import Any
 import torch
 from torch import fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast, dense
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import (
     CallOut,
@@ -27,6 +26,7 @@ from tensorloop.compiler.emitter.ir.kernels import (
     Running,
     Scatter,
 )
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, broadcast, dense
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.lengths import Length, Size, grows, versions
 from tensorloop.compiler.operations import aten, is_view

@@ -6,9 +6,9 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast
 from tensorloop.compiler.emitter.ir.code import Value
 from tensorloop.compiler.emitter.ir.kernels import Running, Scatter, identity
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, broadcast
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.lowering import Call, Lowering, computed_in
 from tensorloop.compiler.emitter.lower.numbers import whole_quotient

@@ -7,9 +7,9 @@ from typing import Any
 import torch
 from torch import Tensor, fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region, broadcast, contiguous, dense
 from tensorloop.compiler.emitter.ir.code import KINDS, Value
 from tensorloop.compiler.emitter.ir.kernels import Gather, Kernel, Matmul, Point, Reduce
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, broadcast, contiguous, dense
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower import calling, growing
 from tensorloop.compiler.lengths import Length, Size, grows, meets_growing, shape_of

@@ -6,10 +6,10 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import Value
 from tensorloop.compiler.emitter.ir.failures import ELEMENT
 from tensorloop.compiler.emitter.ir.kernels import Check, Matrix
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.calling import CHECKED_AS
 from tensorloop.compiler.emitter.lower.lowering import Call, Lowering

@@ -5,7 +5,7 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.lower.lowering import Call
 from tensorloop.compiler.emitter.lower.pointwise import handles
 from tensorloop.compiler.operations import OPERATIONS, aten

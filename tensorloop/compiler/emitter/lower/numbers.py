@@ -4,8 +4,8 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import BITS, KINDS, Value
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.ir.vector_math import Math
 from tensorloop.compiler.emitter.lower.lowering import Call, computed_in
 from tensorloop.compiler.emitter.lower.pointwise import handles, square

@@ -5,8 +5,8 @@ from typing import Any
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.code import KINDS, Value
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.ir.vector_math import LN2, Math
 from tensorloop.compiler.emitter.lower.lowering import Call, Handler, computed_in
 from tensorloop.compiler.lengths import LENGTH_MARKS, actual

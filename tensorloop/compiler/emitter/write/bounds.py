@@ -12,8 +12,8 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from torch import fx
 
-from tensorloop.compiler.emitter.ir.arrays import Array
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Kernel, Matmul, Matrix, Reduce, Running, Scatter
+from tensorloop.compiler.emitter.ir.strided_arrays import Array
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length, Size, of_slice
 from tensorloop.compiler.step import Unsupported

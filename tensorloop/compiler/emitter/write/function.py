@@ -13,35 +13,28 @@ the lengths of arrays before the first step, and the greatest that they have bef
 import contextlib
 import dataclasses
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
-from typing import NamedTuple
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Region, contiguous
 from tensorloop.compiler.emitter.ir.code import Code, Index, Value
 from tensorloop.compiler.emitter.ir.failures import goes_on
-from tensorloop.compiler.emitter.ir.kernels import CallOut, Check, Matmul, Matrix, Point, Scatter
+from tensorloop.compiler.emitter.ir.kernels import CallOut, Check, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
+from tensorloop.compiler.emitter.ir.strided_arrays import Region
 from tensorloop.compiler.emitter.lower import growing
-from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
-from tensorloop.compiler.emitter.write import calling, in_order, members
+from tensorloop.compiler.emitter.lower.lowering import LoweredStep
+from tensorloop.compiler.emitter.write import calling, element_by_element, members
 from tensorloop.compiler.emitter.write.bounds import check_rows, find_bounds
+from tensorloop.compiler.emitter.write.elements import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.factorings import ALGORITHMS
-from tensorloop.compiler.emitter.write.fuse import (
-    Unit,
-    WalkGroup,
-    drop_unread,
-    find_stored,
-    group_walks,
-    join_additions,
-    split_by_readers,
-)
-from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels, turn_product
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
+from tensorloop.compiler.emitter.write.matmul import Panels, Product, pack, plan_panels
 from tensorloop.compiler.emitter.write.matrices import Matrices, number_checks
-from tensorloop.compiler.emitter.write.memory import Memory, Pointers, RowRange
 from tensorloop.compiler.emitter.write.nest import Nest
-from tensorloop.compiler.emitter.write.rows import RowShare, share_rows
+from tensorloop.compiler.emitter.write.row_shares import RowShare, share_rows
 from tensorloop.compiler.emitter.write.scratch import LINE, find_lives, line, place_scratch
+from tensorloop.compiler.emitter.write.step_loop import Role, StepLoop, roles
 from tensorloop.compiler.emitter.write.team import Planner, Team
+from tensorloop.compiler.emitter.write.units import copying, find_grown, put_together
 from tensorloop.compiler.lengths import Length
 
 MANY = 1 << 30  # operations that a walk along an array counts as: threads share it out whatever its length
@@ -74,34 +67,15 @@ class LoopText:
     calls: tuple[PlacedCall, ...] = ()  # of torch, in the order of a step
 
 
-class AddressTable(NamedTuple):
-    """Names of the addresses that a call reads from its table; those that stay where they are by kind and index."""
-
-    fixed: dict[tuple[str, int], str]
-    sequences: list[str]
-    carry: list[str]
-    outs: list[str]
-    sums: list[str]
-    last: list[str]
-    status: str  # steps done, whether an index was out of range, what of matrices failed
-    end: int  # where the table has the lengths of arrays
-
-
 class LoopWriter:
     """A step's kernels put together, and their text."""
 
     gap = 0  # bytes left free behind each scratch buffer
 
-    def __init__(self, step: LoweredStep, target: Machine, reverse: bool) -> None:
-        self.step, self.target, self.reverse = step, target, reverse
-        kept = {array.buffer for array in (*step.outs, *step.next, *step.sums)}
-        kept |= {step.going.buffer} if step.going is not None else set()
-        kernels = [growing.ordered(kernel) for kernel in drop_unread(step.kernels, kept)]
-        kernels = [turn_product(kernel) if isinstance(kernel, Matmul) else kernel for kernel in kernels]
-        kernels = split_by_readers(join_additions(kernels, kept), kept)
-        self.units: list[Unit] = group_walks(kernels)
+    def __init__(self, step: LoweredStep, target: Machine) -> None:
+        self.step, self.target = step, target
+        self.units, self.stored = put_together(step)
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
-        self.stored = find_stored(self.units, kept)
         self.packed = plan_panels(self.units, target)
         self.checks = number_checks(self.units, target)
         work = [operations_of(unit) for unit in self.units]
@@ -118,8 +92,7 @@ class LoopWriter:
         if self.split is None and not self.calls:
             found = Planner(self.packed, self.stored, self.offsets, target).plan(step, self.units, work)
             self.team = found if found is not None and target.worth_sharing(found.shared, found.barriers) else None
-        buffers = dict.fromkeys(array.buffer for unit in self.units for array in unit.writes())
-        self.growing = [one for one in buffers if one.kind == "scratch" and one in self.stored and self._grows(one)]
+        self.growing = find_grown(self.units, self.stored)
         bits = f'"prefer-vector-width"="{target.bits}" "min-legal-vector-width"="{target.bits}"'
         self.attributes = f"nounwind {bits}"
         self.products: dict[str, str] = {}  # text -> name
@@ -147,14 +120,9 @@ class LoopWriter:
     def text(self) -> LoopText:
         """The module."""
         step = self.step
-        tables: list[list[Region]] = [
-            [array.buffer for array in step.invariants],
-            [Region("constant", n, one.numel(), one.dtype) for n, one in enumerate(step.constants)],
-            [one.buffer for one in self.fixed],
-        ]
         run, prepare = Code(), Code()
-        self._run(run, [len(part) for part in tables])
-        self._prepare(prepare, [len(part) for part in tables])
+        self._run(run)
+        self._prepare(prepare)
         declared = sorted({*run.declared.values(), *prepare.declared.values()})
         parts = [
             f'target triple = "{self.target.triple}"',
@@ -178,103 +146,53 @@ class LoopWriter:
         first = module, self.scratch, sizes, rows, self.work, apart, more, barriers, shared
         return LoopText(*first, self.checks, held, calls)
 
-    def _grows(self, buffer: Region) -> bool:
-        """Whether a buffer is as long as an array in the carry."""
-        return isinstance(buffer.numel, Length)
-
     def _is_apart(self, n: int) -> bool:
         """Whether each part of the rows has a sum of its own."""
         return self.split is not None and self.step.sums[n].buffer in self.split.apart
 
-    def _prepare(self, code: Code, sizes: list[int]) -> None:
-        memory = Memory(code, self.target, Pointers(_read_fixed(code, sizes)), "poison")
+    def _prepare(self, code: Code) -> None:
+        memory = Memory(code, self.target, Pointers(self._addresses(code, "invariant", "constant", "packed")), "poison")
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
             pack(memory, one)
 
-    def _run(self, code: Code, sizes: list[int]) -> None:
+    def _run(self, code: Code) -> None:
         """All steps: what is known before the first one, a turn of the loop, and the last carry."""
         step = self.step
         for n, one in enumerate(self.fixed):
             one.buffer.index = n
-        table = self._table(code, sizes)
-        self._lengths(code, table.end)
+        given = self._addresses(code)
+        place, status = len(given), _read_address(code, len(given))
+        self._lengths(code, place + 1)
         shares = self._shares(code)
         leading = code.op("icmp eq i64 %low, 0", "i1") if self.split or self.team else None
-        self.entry = calling.read_entry(code, table.status) if self.calls else ("", "")
+        self.entry = calling.read_entry(code, status) if self.calls else ("", "")
         pairs = self._pairs(code)
-        names = dict(table.fixed)
-        for n, (name, array) in enumerate(zip(table.sums, step.sums, strict=True)):
-            own = code.pointer(name, code.times("%part", array.buffer.bytes)) if self._is_apart(n) else name
-            names["sum", n] = own
-        before = code.block
-        code.line("br label %step")
-        code.label("step")
-        turn = code.phi("%turn", "i64", "0", before)
-        carried = [code.phi(code.name("carry"), "ptr", begin, before) for begin in table.carry]
-        following = {n: code.phi(code.name("next"), "ptr", one, before) for n, (one, _) in pairs.items()}
-        names |= {("carry", n): phi.name for n, phi in enumerate(carried)}
-        names |= {("next", n): phi.name for n, phi in following.items()}
-        memory = self._memory(code, table, names)
+        for n, array in enumerate(step.sums):
+            if self._is_apart(n):
+                given["sum", n] = code.pointer(given["sum", n], code.times("%part", array.buffer.bytes))
+        first, last = ([given[kind, n] for n in range(len(step.carry))] for kind in ("first", "last"))
+        loop = StepLoop(code, step, given, first, pairs)
+        pointers = Pointers(loop.names)
+        for buffer, offset in self.offsets.items():
+            pointers[buffer] = code.pointer("%scratch", offset)
+        pointers.update(self.scratch_pointers)
+        memory = Memory(code, self.target, pointers, code.pointer(status, 8))
         for n, unit in enumerate(self.units):
             if self.team is not None and self.team.waits[n]:
                 self._wait(code)
             self._unit(memory, n, unit, shares[n], leading)
-        after = [memory.pointers[array.buffer] for array in step.next]
-        # A carry has two places. The step has read one of them, or the caller's, and written the other: what it has
-        # written is read next, so the place to write next is the one of the two that it is not.
-        swapped = {}
-        for n, (one, other) in pairs.items():
-            same = code.op(f"icmp eq ptr {following[n].name}, {one}", "i1").text
-            swapped[n] = code.op(f"select i1 {same}, ptr {other}, ptr {one}", "ptr").text
         if self.team is not None:
             self._wait(code)
-        done = code.op("add nsw i64 %turn, 1", "i64").text
-        more = code.op(f"icmp slt i64 {done}, %steps", "i1")
-        if step.going is not None:
-            more = code.binary("and", more, memory.load(step.going.squeeze(), (), None, 1, None))
-        if self.checks:
-            more = code.binary("and", more, goes_on(code, code.pointer(table.status, 16)))
-        latch = code.block
-        code.line(f"br i1 {more.text}, label %step, label %finish")
-        turn.close(done, latch)
-        for phi, end in zip(carried, after, strict=True):
-            phi.close(end, latch)
-        for n, phi in following.items():
-            phi.close(swapped[n], latch)
-        code.label("finish")
-        count = f"store i64 {done}, ptr {table.status}, align 8"
-        self._finish(memory, after, table.last, leading, lambda: code.line(count))
+        after, done = loop.end(memory, *([goes_on(code, code.pointer(status, 16))] if self.checks else []))
+        self._finish(memory, zip(after, last, strict=True), leading, f"store i64 {done}, ptr {status}, align 8")
         if self.calls:
-            calling.write_end(code, table.status)
+            calling.write_end(code, status)
 
-    def _table(self, code: Code, sizes: list[int]) -> "AddressTable":
-        """Reads all addresses."""
-        fixed, place, parts = _read_fixed(code, sizes), sum(sizes), list[list[str]]()
-        step = self.step
-        for part in (step.sequences, step.carry, step.outs, step.sums, step.carry):
-            parts.append([_read_address(code, place + n) for n in range(len(part))])
-            place += len(part)
-        sequences, carry, outs, sums, last = parts
-        return AddressTable(fixed, sequences, carry, outs, sums, last, _read_address(code, place), place + 1)
-
-    def _memory(self, code: Code, table: "AddressTable", names: dict[tuple[str, int], str]) -> Memory:
-        """Where everything lies at this step, in the turn's own code."""
-        step = self.step
-        index = code.op("sub i64 %last.step, %turn", "i64").text if self.reverse else "%turn"
-        growing.at_step(code, step.source.growth)
-        names |= {("array", n): name for n, name in enumerate(table.carry)}
-        for kind, bases, arrays in (("sequence", table.sequences, step.sequences), ("out", table.outs, step.outs)):
-            for n, (base, array) in enumerate(zip(bases, arrays, strict=True)):
-                if array.buffer.kind == "prefix":
-                    names["prefix", n] = base
-                    continue
-                names[kind, n] = code.pointer(base, code.times(index, array.numel * array.dtype.itemsize))
-        pointers = Pointers(names)
-        for buffer, offset in self.offsets.items():
-            pointers[buffer] = code.pointer("%scratch", offset)
-        pointers.update(self.scratch_pointers)
-        return Memory(code, self.target, pointers, code.pointer(table.status, 8))
+    def _addresses(self, code: Code, *kinds: str) -> dict[Role, str]:
+        """Reads the addresses of these kinds, or all, from the table."""
+        places = enumerate(roles(self.step, len(self.fixed)))
+        return {role: _read_address(code, n) for n, role in places if not kinds or role[0] in kinds}
 
     def _lengths(self, code: Code, place: int) -> None:
         """Reads the lengths of arrays before the first step, and lays out the scratch that depends on the longest."""
@@ -288,14 +206,10 @@ class LoopWriter:
 
     def _pairs(self, code: Code) -> dict[int, tuple[str, str]]:
         """Two places for each carry that has none in an output."""
-        if self.reverse:
-            code.line("%last.step = sub i64 %steps, 1")
         made, offset = {}, 0
         for n in self.pairs:
             size = self._room(self.step.next[n].buffer)
             made[n] = code.pointer("%scratch", offset), code.pointer("%scratch", offset + size)
-            if offset == 0:
-                made[n] = "%scratch", made[n][1]
             offset += 2 * size
         return made
 
@@ -334,11 +248,11 @@ class LoopWriter:
             elif isinstance(unit, CallOut):
                 calling.write_call(code, *self.entry)
             elif isinstance(unit, Scatter):
-                in_order.write_scatter(memory, unit, rows)
+                element_by_element.write_scatter(memory, unit, rows)
             elif isinstance(unit, Matrix):
                 self._matrices(memory, unit, rows)
             else:
-                in_order.write_running(memory, unit, rows)
+                element_by_element.write_running(memory, unit, rows)
 
     def _product(self, memory: Memory, unit: Matmul, packed: Panels | None, rows: RowRange | None) -> None:
         """A call of a function of its own: products of one shape share it, which is less to compile."""
@@ -385,48 +299,27 @@ class LoopWriter:
         given = ", ".join([*places, *more.values(), f"i64 {low}, i64 {high}"])
         memory.code.line(f"call void @{name}({given})")
 
-    def _finish(
-        self,
-        memory: Memory,
-        after: list[str],
-        last: list[str],
-        leading: Value | None,
-        count: Callable[[], None],
-    ) -> None:
-        """The last carry into the caller's memory."""
+    def _finish(self, memory: Memory, ends: Iterable[tuple[str, str]], leading: Value | None, count: str) -> None:
+        """The last carry into the caller's memory: from where, to where. What has no rows, the first thread copies."""
         shared: list[WalkGroup] = []
-        for array, source, place in zip(self.step.carry, after, last, strict=True):
-            a, b = (Region("last", n, array.buffer.numel, array.dtype) for n in range(2))
-            memory.pointers[a], memory.pointers[b] = source, place
+        for array, (source, place) in zip(self.step.carry, ends, strict=True):
             if not array.numel or array.buffer.kind == "array":
                 continue
-            x, y = contiguous(a, array.shape), contiguous(b, array.shape)
-            group = WalkGroup(y.squeeze().shape, [Point("copy", copied, (x.squeeze(),), y.squeeze())])
+            group = copying(array.squeeze())
+            (x,), (y,) = group.reads(), group.writes()
+            memory.pointers[x.buffer], memory.pointers[y.buffer] = source, place
             if self.split is not None and self.split.buffers[array.buffer]:
-                Nest(memory, group, {b}, RowRange("%low", "%high", 0)).emit()
+                Nest(memory, group, {y.buffer}, RowRange("%low", "%high", 0)).emit()
             else:
                 shared.append(group)
-
-        def rest() -> None:
-            count()
+        with contextlib.nullcontext() if leading is None else memory.code.when(leading):
+            memory.code.line(count)
             for group in shared:
                 Nest(memory, group, {array.buffer for array in group.writes()}, None).emit()
-
-        if leading is None:
-            rest()
-        else:
-            with memory.code.when(leading):
-                rest()
 
 
 def _read_address(code: Code, place: int) -> str:
     return code.op(f"load ptr, ptr {code.pointer('%table', 8 * place)}, align 8", "ptr").text
-
-
-def _read_fixed(code: Code, sizes: list[int]) -> dict[tuple[str, int], str]:
-    kinds = zip(("invariant", "constant", "packed"), sizes, strict=True)
-    places = [(kind, n) for kind, size in kinds for n in range(size)]
-    return {place: _read_address(code, n) for n, place in enumerate(places)}
 
 
 def operations_of(unit: Unit, slots: int = MANY) -> int:

@@ -5,7 +5,6 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import (
     CallOut,
     Gather,
@@ -18,6 +17,7 @@ from tensorloop.compiler.emitter.ir.kernels import (
     Scatter,
     Walk,
 )
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.lengths import grows
 
 

@@ -7,12 +7,12 @@ import dataclasses
 import math
 from collections.abc import Callable, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
 from tensorloop.compiler.emitter.ir.kernels import Matmul
 from tensorloop.compiler.emitter.ir.machine import Machine
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
+from tensorloop.compiler.emitter.write.elements import Memory, RowRange, walked
 from tensorloop.compiler.emitter.write.fuse import Unit
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
 
 UNROLLED = 4  # steps along K in one turn
 

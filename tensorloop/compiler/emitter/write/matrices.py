@@ -9,12 +9,12 @@ import math
 from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value, llvm_type
 from tensorloop.compiler.emitter.ir.failures import CHECK, note
 from tensorloop.compiler.emitter.ir.kernels import Check, Matrix
 from tensorloop.compiler.emitter.ir.machine import Machine
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange, walked
+from tensorloop.compiler.emitter.ir.strided_arrays import Region
+from tensorloop.compiler.emitter.write.elements import Memory, RowRange, walked
 from tensorloop.compiler.step import Unsupported
 
 # Sides up to which loops are written out: text of some hundred instructions. What is not here never is.

@@ -2,10 +2,10 @@
 
 from collections.abc import Callable
 
-from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.ir.code import Index, Value
+from tensorloop.compiler.emitter.ir.strided_arrays import Region
+from tensorloop.compiler.emitter.write.elements import Memory, RowRange
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 from tensorloop.compiler.emitter.write.walk_body import WalkBody, order_of
 from tensorloop.compiler.lengths import Length, Size
 

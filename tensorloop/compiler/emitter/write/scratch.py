@@ -2,7 +2,7 @@
 
 from collections.abc import Callable, Mapping, Sequence
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.write.fuse import Unit
 from tensorloop.compiler.lengths import Length
 

@@ -8,9 +8,9 @@ import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
 from typing import NamedTuple
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Gather, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.machine import Machine
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.emitter.write.matmul import Panels, lanes

@@ -5,11 +5,11 @@ from collections.abc import Callable, Sequence
 
 import torch
 
-from tensorloop.compiler.emitter.ir.arrays import Array, Region
 from tensorloop.compiler.emitter.ir.code import KINDS, Index, Value
 from tensorloop.compiler.emitter.ir.kernels import Point, Reduce, identity
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
+from tensorloop.compiler.emitter.write.elements import Memory, RowRange
 from tensorloop.compiler.emitter.write.fuse import WalkGroup
-from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 
 
 class WalkBody:

@@ -5,13 +5,13 @@ import hashlib
 from typing import Any
 
 from tensorloop.compiler.emitter.ir.machine import Machine
-from tensorloop.compiler.targets.cpu import cache
+from tensorloop.compiler.targets.cpu import object_cache
 from tensorloop.compiler.targets.cpu.host import llvm
 
 LEVEL = 3
 
 
-def machine_code(module: str, target: Machine, folder: cache.Folder | None) -> bytes:
+def machine_code(module: str, target: Machine, folder: object_cache.Folder | None) -> bytes:
     """The object file for a module; taken from the folder where it is there."""
     binding = llvm()
     versions = ".".join(map(str, binding.llvm_version_info))

@@ -17,16 +17,16 @@ from typing import NamedTuple
 
 from torch import Tensor
 
-from tensorloop.compiler.emitter.ir.arrays import Region
 from tensorloop.compiler.emitter.ir.machine import Machine
+from tensorloop.compiler.emitter.ir.strided_arrays import Region
 from tensorloop.compiler.emitter.write.function import LoopText, LoopWriter
 from tensorloop.compiler.lengths import actual
 from tensorloop.compiler.step import Step
-from tensorloop.compiler.targets.cpu import cache, guard_text
+from tensorloop.compiler.targets.cpu import guard_text, object_cache
 from tensorloop.compiler.targets.cpu.compile import Loaded, machine_code
-from tensorloop.compiler.targets.cpu.core import STATUS, NativeCall, NativeCore, instead, lowered
 from tensorloop.compiler.targets.cpu.guard_memory import GUARD, LINE, Arena, GuardedBlock, Piece
 from tensorloop.compiler.targets.cpu.host import host
+from tensorloop.compiler.targets.cpu.native_core import STATUS, NativeCall, NativeCore, instead, lowered
 
 violations: list[str] = []  # all that were noticed: an exception may not reach who looks for it
 _SAID = {"array": "array of the carry", "prefix": "array of the sequences", "last": "last carry"}
@@ -46,17 +46,17 @@ def on() -> Iterator[None]:
         instead.remove(emitted)
 
 
-def emitted(step: Step, *, folder: cache.Folder | None, target: Machine | None) -> NativeCore:
+def emitted(step: Step, *, folder: object_cache.Folder | None, target: Machine | None) -> NativeCore:
     """Makes a core that checks each access to memory; takes what `emit` takes."""
     target = target or host()
-    function = Apart(lowered(step), target, step.reverse)
+    function = Apart(lowered(step), target)
     text = function.text()
     try:
         module = guard_text.checked(text.module, function.attributes)
     except Exception as error:
         violations.append(f"not guarded: {error}")  # who makes plans takes a core of torch operations then
         raise
-    code = machine_code(module, target, folder or cache.user_folder())
+    code = machine_code(module, target, folder or object_cache.user_folder())
     return GuardedCore(function, text, _Loaded(code, target))
 
 

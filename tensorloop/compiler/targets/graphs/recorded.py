@@ -19,7 +19,7 @@ from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.lengths import grows, shape_of
 from tensorloop.compiler.operations import aten, bytes_of, value_of
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
-from tensorloop.compiler.targets.graphs.slots import Pair, Pairs, brought, in_slots, lengths_at, overwrites, taken
+from tensorloop.compiler.targets.graphs.slot_room import Pair, Pairs, brought, in_slots, lengths_at, overwrites, taken
 from tensorloop.compiler.targets.proved import Oracle, unwritten
 
 SIZES = 64, 8, 1  # steps of a graph

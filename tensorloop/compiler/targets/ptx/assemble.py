@@ -4,7 +4,7 @@ import hashlib
 from typing import Any
 
 from tensorloop.compiler.step import Unsupported
-from tensorloop.compiler.targets.cpu import cache
+from tensorloop.compiler.targets.cpu import object_cache
 from tensorloop.compiler.targets.cpu.host import llvm
 
 TRIPLE = "nvptx64-nvidia-cuda"
@@ -29,9 +29,9 @@ def arch_of(capability: tuple[int, int]) -> str:
     return "sm_{}{}".format(*max(known))
 
 
-def ptx_of(module: str, arch: str, folder: cache.Folder | None = None) -> bytes:
+def ptx_of(module: str, arch: str, folder: object_cache.Folder | None = None) -> bytes:
     """The PTX of a module; taken from the folder where it is there."""
-    folder = folder or cache.user_folder()
+    folder = folder or object_cache.user_folder()
     versions = ".".join(map(str, llvm().llvm_version_info))
     key = hashlib.sha256("\0".join((module, TRIPLE, arch, versions, str(LEVEL))).encode()).hexdigest()
     found = folder.get(key)

@@ -13,8 +13,8 @@ from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.proved import Proved
 from tensorloop.compiler.targets.ptx.assemble import arch_of, ptx_of
-from tensorloop.compiler.targets.ptx.core import PtxCore
 from tensorloop.compiler.targets.ptx.driver import CudaDevice, DeviceFacts, DriverError, LoadedKernel, device_of
+from tensorloop.compiler.targets.ptx.kernel_core import PtxCore
 
 
 class Limit(NamedTuple):

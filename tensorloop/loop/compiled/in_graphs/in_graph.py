@@ -96,11 +96,11 @@ class _FakeLog(OperationLog):
     def check_number(self, number: int) -> None:
         """Refuses what is less exact with the number of the step as a tensor of one than with Python's: floats."""
         of_number = {number}  # tensors that are made of the number alone
-        for o in self.operations:
+        for o in self.written.operations:
             given = {x.number for x in tree_leaves([o.args, o.kwargs]) if isinstance(x, Ref)}
             if given and given <= of_number:
                 results = {x.number for x in tree_leaves(o.results) if isinstance(x, Ref)}
-                if any(self._tensors[x].is_floating_point() for x in results):
+                if any(self.written.tensors[x].is_floating_point() for x in results):
                     raise Refused(
                         "the body makes a float of i, the number of the step", "carry a float tensor that counts"
                     )
@@ -136,9 +136,12 @@ def _trace(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, number
     carry = [(x.shape, x.dtype) for x in outputs[:n]]
     if carry != [(x.shape, x.dtype) for x in tensors[:n]]:
         raise Refused("the body changes the shapes or dtypes of its carry", "return the carry as it came")
-    captures = [*range(m, len(tensors)), *log.captures]
-    step = Trace(log.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, bool(log.writes))
-    return StepText(step, [([int(size) for size in x.shape], x.dtype) for x in tensors], list(log.captures.values()))
+    written, writes = log.written, bool(log.checks.writes)
+    captures = [*range(m, len(tensors)), *written.captures]
+    step = Trace(written.operations, range(n), range(n, m), captures, numbers[:n], numbers[n:], None, writes)
+    return StepText(
+        step, [([int(size) for size in x.shape], x.dtype) for x in tensors], list(written.captures.values())
+    )
 
 
 # -- torch.export, which runs Python

@@ -16,14 +16,14 @@ from tensorloop._torch.dynamo import below_autograd, undisturbed
 from tensorloop._torch.memory import in_memory
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.tracing import blind_modes
-from tensorloop.compiler.graph.backward import Missing
+from tensorloop.compiler.graph.backward_step import Missing
 from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.place import HOST, Place
 from tensorloop.compiler.targets.choose import find_place
 from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.in_graphs.step_text import StepText, from_text
 from tensorloop.loop.compiled.run.blocks import RunInBlocks, blocks_of
-from tensorloop.loop.compiled.run.node import Looped, RunAtOnce, apart
+from tensorloop.loop.compiled.run.looped import Looped, RunAtOnce, apart
 from tensorloop.loop.compiled.run.plan import Plan, plans
 
 _PLAIN = Tensor, torch.nn.Parameter
@@ -63,7 +63,7 @@ class PreparedLoop:
                 raise ValueError(
                     f"tensorloop::loop: input {i} of a step must be {dtype} {shape}, got {x.dtype} {list(given)}"
                 )
-        whole = [in_memory(x) for x in tensors]
+        whole = in_memory(tensors)
         whole = [x if n <= i < n + m else x.contiguous() for i, x in enumerate(whole)]
         return [*whole, *self.text.constants]
 

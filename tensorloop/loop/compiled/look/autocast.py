@@ -6,14 +6,14 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager, nullco
 import torch
 
 from tensorloop._torch.autocast import is_on
-from tensorloop.compiler.targets.choose import AUTOCAST
+from tensorloop.compiler.targets.choose import DEVICES
 
 
 def state() -> tuple[tuple[str, torch.dtype], ...] | None:
     """What autocast casts to now, by the type of the device; None where it is off."""
     if not is_on():  # asked at every call of a known step
         return None
-    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in AUTOCAST if torch.is_autocast_enabled(kind)) or None
+    return tuple((kind, torch.get_autocast_dtype(kind)) for kind in DEVICES if torch.is_autocast_enabled(kind)) or None
 
 
 def without_autocast() -> AbstractContextManager[object]:

@@ -2,7 +2,7 @@
 
 A Function's forward and backward are Python on tensors, so both are looked at. Forward runs as it is called, and then
 its backward, on gradients of ones: what that does is part of the step's key, like everything else, and in the trace it
-stands between marks (`compiler/functions`). `torch.autograd.grad` in the body runs as ever, and its operations are some
+stands between marks (`compiler/custom_functions`). `torch.autograd.grad` in the body runs as ever, and its operations are some
 of the step's; what it is asked for is noted, for in a loop one tensor may depend on another by way of earlier steps.
 """
 
@@ -17,7 +17,7 @@ from tensorloop._torch import functions, graph, transforms
 from tensorloop._torch.functions import Ctx, unrecorded
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.versions import Versions
-from tensorloop.compiler.functions import BEGIN, COMING, END
+from tensorloop.compiler.custom_functions import BEGIN, COMING, END
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.refused import FUNCTION, Refused, Signal
 from tensorloop.compiler.trace import Operation, Ref

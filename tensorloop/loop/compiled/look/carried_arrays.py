@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
-from tensorloop.loop.compiled.look.calls import refusal
+from tensorloop.loop.compiled.look.call_watch import refusal
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import has_holes, kind_of, store_of, with_elements
@@ -137,7 +137,7 @@ class StandIn(Store):
 
     @property
     def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        return self.log.device or HOST
+        return self.log.written.device or HOST
 
     @property
     def nbytes(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -154,7 +154,7 @@ class StandIn(Store):
     def extend(self, values: Tensor) -> None:
         if self.values is None:
             self.values = values.new_zeros((self.length, *values.shape[1:]))
-            self.log.stand(self.values, self.number)
+            self.log.written.stand(self.values, self.number)
         self._become(torch.cat([self.values, values]))
 
     def pad(self, length: int) -> None:

@@ -12,7 +12,7 @@ import torch
 from torch import Generator, Tensor
 
 from tensorloop.compiler.place import HOST, generator_of
-from tensorloop.loop.compiled.look.calls import refusal
+from tensorloop.loop.compiled.look.call_watch import refusal
 from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE, WITHIN
 
 _aten = torch.ops.aten

@@ -1,9 +1,11 @@
 """What a loop puts around its body in one step: tensors that go in, rows that do not run, the condition after it."""
 
+import threading
 from collections.abc import Sequence
 from contextlib import nullcontext
 from functools import lru_cache
 from typing import Any, NamedTuple
+from weakref import WeakValueDictionary
 
 import torch
 from torch import Tensor
@@ -21,10 +23,9 @@ from tensorloop.loop.compiled.look.judged import judged, refuse_shared, signalle
 from tensorloop.loop.compiled.look.known_calls import CallTrail
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
-from tensorloop.loop.compiled.look.picked_parts import PickedParts
 from tensorloop.loop.compiled.look.step_number import UNKNOWN, refuse_returned, symbol
 from tensorloop.loop.effects.reads import Reads
-from tensorloop.loop.known_reads import code_of
+from tensorloop.loop.known_reads import codes_of
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.stopped_rows import ActiveRows, make_first_inputs, spread
 from tensorloop.tensor_array.array import TensorArray
@@ -51,18 +52,19 @@ class Counts(Exception):
 
 
 class Key:
-    """What plans are found by: a tuple whose hash is taken once."""
+    """What plans are found by: one object for equal parts (`key_of`), so that tables of keys compare nothing else."""
 
-    __slots__ = ("_hash", "parts")
+    __slots__ = ("__weakref__",)
 
-    def __init__(self, parts: tuple[Any, ...]) -> None:
-        self.parts, self._hash = parts, hash(parts)
 
-    def __hash__(self) -> int:
-        return self._hash
+_keys: "WeakValueDictionary[tuple[Any, ...], Key]" = WeakValueDictionary()
+_keys_lock = threading.RLock()
 
-    def __eq__(self, other: object) -> bool:
-        return self is other or (type(other) is Key and self._hash == other._hash and self.parts == other.parts)
+
+def key_of(*parts: Any) -> Key:
+    """Returns the key that has these parts."""
+    with _keys_lock:
+        return _keys.setdefault(parts, Key())
 
 
 class StepResults(NamedTuple):
@@ -138,7 +140,7 @@ class Frame:
         asks = loop.cond is None, loop.until is None
         defaults = torch.get_default_dtype(), default_device(), autocast.state()
         settings = self.place, torch.is_grad_enabled(), reverse, defaults, asks
-        return Key((tuple(code_of(called.function) for called in loop.functions), carry, xs, settings))
+        return key_of(codes_of(loop), carry, xs, settings)
 
     def again(self, arrays: Arrays | None = None) -> "Frame":
         """A frame for another run of the same step, by default with arrays of which nothing is known yet."""
@@ -190,7 +192,7 @@ class Frame:
         calls = watch.watch if isinstance(watch, OperationLog) else watch
         with signalled() if self.is_known else judged(calls, self.loop.asked, self.kept):
             results = self._run(watch, carry, row)
-        if isinstance(watch, OperationLog) and watch.writes:
+        if isinstance(watch, OperationLog) and watch.checks.writes:
             plain = [k for k, i in enumerate(self.places) if i not in self.arrays.first]
             begins, ends = ([x[k] for k in plain] for x in (self.carry, results.carry))
             refuse_shared(watch, (*carry, *row), begins if self.loop.goes_on else (), ends, row)
@@ -198,7 +200,7 @@ class Frame:
 
     def _run(self, watch: Watch, carry: list[Tensor], row: list[Tensor]) -> StepResults:
         state = list(self.loop.init)
-        with watch:
+        with watch if self.arrays.places else nullcontext():
             for k, (i, x) in enumerate(zip(self.places, carry, strict=False)):
                 state[i] = self._stand_in(watch, i, x, k) if i in self.arrays.first else x
         if self.rows is not None:
@@ -222,7 +224,7 @@ class Frame:
         loop, numbered = self.loop, is_numbered(self.loop)
         if numbered:
             assert isinstance(watch, OperationLog)
-            watch.parts = PickedParts(watch)
+            watch.pick_parts()
             state = self._with_counters(state, numbers[-1], watch)
         if loop.name == "fori_loop":
             assert loop.numbered is not None
@@ -235,7 +237,7 @@ class Frame:
         else:
             slices = self._slices(row, watch)
             with watch:
-                returned, y = loop.body(0, loop.tree_of(state), slices, loop.context_at(0))
+                returned, y = loop.call(0, state, slices)
         if loop.counters:
             returned = self._counted(returned, state)
         if numbered or (watch.values is not None and watch.values.told_number):
@@ -266,7 +268,7 @@ class Frame:
         active, taken = carry[n + k], carry[n + k + 1]
         leaves, lasts, _ = self._run_frozen(watch, state, carry[n : n + k], active, [])
         with watch, torch.no_grad():
-            watch.grad, watch.values = False, None
+            watch.ask(False)
             asked = self._answer(leaves)
             if not isinstance(asked, Tensor) or asked.shape != active.shape or asked.dtype is not torch.bool:
                 raise Refused("the condition changes its shape", "give a bool for each row at every step")
@@ -334,7 +336,7 @@ class Frame:
             return None
         with torch.no_grad(), watch:
             may = loop.until is not None or bool(loop.counters)
-            watch.grad, watch.may_read, watch.values = False, may, None
+            watch.ask(may)
             answer = self._answer(leaves)
             if may and (isinstance(answer, bool) or watch.reads):
                 raise AnswersInPython

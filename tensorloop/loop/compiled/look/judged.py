@@ -6,7 +6,7 @@ from contextlib import contextmanager
 from torch import Tensor
 
 from tensorloop.compiler.refused import STATE, TRIED, Refused, remembered
-from tensorloop.loop.compiled.look.calls import CallWatch
+from tensorloop.loop.compiled.look.call_watch import CallWatch
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.operation_traits import storage_of
 from tensorloop.loop.effects.judge import Effect, Judge
@@ -62,11 +62,11 @@ def refuse_shared(
 
     `begins` is the carry that the loop has before the step, and `carry` the next one.
     """
-    if not log.writes & {storage_of(x) for x in given}:
+    if not log.checks.writes & {storage_of(x) for x in given}:
         return
-    met = {storage_of(x): "a slice of xs" for x in row} | dict.fromkeys(log.foreign, "a tensor from outside")
+    met = {storage_of(x): "a slice of xs" for x in row} | dict.fromkeys(log.written.foreign, "a tensor from outside")
     ids = {id(x) for x in given}
-    met |= {storage_of(x): "a tensor from outside" for x in carry if not (log.made(x) or id(x) in ids)}
+    met |= {storage_of(x): "a tensor from outside" for x in carry if not (log.written.is_made(x) or id(x) in ids)}
     for x in carry:
         _refuse_met(met.get(storage_of(x)))
         met[storage_of(x)] = "another leaf of it"

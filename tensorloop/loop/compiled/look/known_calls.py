@@ -20,7 +20,7 @@ from torch import Tensor
 from tensorloop._common.arguments import check_memory
 from tensorloop.compiler.refused import Signal
 from tensorloop.loop.compiled.look import autocast
-from tensorloop.loop.compiled.look.calls import PLAIN, READING, CallWatch, may_fail_calls
+from tensorloop.loop.compiled.look.call_watch import PLAIN, READING, CallWatch, may_fail_calls
 from tensorloop.loop.compiled.look.changing_numbers import Numbers
 from tensorloop.loop.compiled.look.number_read import is_read
 from tensorloop.loop.effects.caught import caught_at
@@ -48,12 +48,12 @@ class Leaf:
 class CallTrail(CallWatch):
     """Follows the calls of one step along `known` paths; without them it notes a new one."""
 
+    reads, values = False, None  # in Python: no known call does
+
     def __init__(self, arguments: Sequence[Tensor], known: dict[Any, Any] | None = None) -> None:
         super().__init__()
         self.path: list[tuple[Any, ...]] = []
         self.captures: list[Tensor] = []
-        self.may_read = self.reads = False  # values in Python: no known call of a condition does
-        self.values = None
         self.told = False  # whether Python read a value
         self.opened: list[float] = []  # numbers that may be others at each call, in order
         self._known = known
@@ -99,6 +99,9 @@ class CallTrail(CallWatch):
         else:
             self._made(out)
         return out
+
+    def ask(self, may_read: bool) -> None:
+        """A condition comes, whose calls are followed like those of the body."""
 
     def mark(self, function: Any, args: Sequence[Any], made: Sequence[Tensor], more: Sequence[Any] = ()) -> None:
         """Notes where a custom Function begins, and what it and its backward give."""

@@ -22,7 +22,7 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.trace import Trace
 from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.autograd_calls import AutogradCalls, NeedsGradients
-from tensorloop.loop.compiled.look.calls import SizesTold
+from tensorloop.loop.compiled.look.call_watch import SizesTold
 from tensorloop.loop.compiled.look.changing_numbers import as_tensor, find_open
 from tensorloop.loop.compiled.look.differentiated import check_gradients
 from tensorloop.loop.compiled.look.draws import DrawOp
@@ -34,12 +34,14 @@ from tensorloop.loop.compiled.look.frame import (
     Layout,
     StepResults,
     is_numbered,
+    key_of,
     tensors_of,
 )
 from tensorloop.loop.compiled.look.known_calls import MOST_PATHS, CallTrail, UnknownCall, known_calls
 from tensorloop.loop.compiled.look.operation_log import OperationLog
 from tensorloop.loop.compiled.look.padded_rows import PaddedLoop
 from tensorloop.loop.compiled.look.values_read import ValuesRead
+from tensorloop.loop.compiled.look.written_step import WrittenStep
 from tensorloop.loop.compiled.pays import as_before
 from tensorloop.loop.effects.reads import Reads
 from tensorloop.loop.known_reads import KnownStep, known_reads, roots_of
@@ -65,11 +67,17 @@ class Record:
     trail: CallTrail | None  # its calls, where it may be known by them later
     values: ValuesRead
 
+    @property
+    def written(self) -> WrittenStep:
+        """What the log has written down."""
+        return self.log.written
+
     def skeleton(self) -> Key:
         """All that a plan depends on but Python numbers that operations are given."""
         frame, trace = self.frame, self.trace
-        numbers = tuple(trace.next_carry), tuple(trace.outs), trace.going
-        return Key((frame.root, frame.arrays.key(), self.results.outputs()[1], *numbers, self.log.numbers.skeleton()))
+        places = tuple(trace.next_carry), tuple(trace.outs), trace.going
+        kinds, operations = self.results.outputs()[1], self.written.numbers.skeleton()
+        return key_of(frame.root, frame.arrays.key(), kinds, *places, operations)
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -87,9 +95,8 @@ class Look:
         """Lets the step be known by its calls from now on."""
         record = self.record
         if record is not None and record.trail is not None and not self.draws:
-            known_calls.add(
-                self.frame.root, record.trail, self.key, [*record.log.captures.values()], record.log.numbers
-            )
+            written = record.written
+            known_calls.add(self.frame.root, record.trail, self.key, [*written.captures.values()], written.numbers)
         if record is not None and not (record.values.answers or self.frame.arrays.places):
             known_reads.add(self.frame.root, self.frame.loop, self.frame.kept, self.key)
         self.frame.kept = None
@@ -169,11 +176,11 @@ def _look_closely(frame: Frame) -> Look:
     frame.open = frozenset()
     calls_tell = not is_numbered(frame.loop) and not frame.arrays.places
     noted = _record(frame, learns=calls_tell and not (known_calls.cannot_tell(frame.root) or modes()))
-    numbers, skeleton = noted.log.numbers, noted.skeleton()
+    numbers, skeleton = noted.written.numbers, noted.skeleton()
     # Where there are arrays, an int may be a length.
     frame.open = numbers.open = find_open(skeleton, numbers, ints=not frame.arrays.places)
     noted.captures.extend(numbers.take(frame.place.device).values())
-    key = Key((skeleton, numbers.texts(numbers.open)))
+    key = key_of(skeleton, numbers.texts(numbers.open))
     return Look(frame, key, noted.captures, noted.results, noted.log.draws, noted)
 
 
@@ -218,19 +225,20 @@ def _record(
             carry, row = ([_live(x) if next(left) else x for x in xs] for xs in (carry, row))
         given = [*carry, *row]
         trail = CallTrail(given) if learns else None
-        log = OperationLog(given, lines=lines, trail=trail, device=frame.place.device)
-        log.values = values = _values_of(frame)
-        log.numbers.open = frame.open
+        known = loop.cond is None and loop.until is None and loop.length is not None
+        options: Any = {"device": frame.place.device, "values": (values := _values_of(frame)), "may_draw": known}
+        log = OperationLog(given, lines=lines, trail=trail, **options)
+        written = log.written
+        written.numbers.open = frame.open
         calls = AutogradCalls(log, log.watch, given, live=live or not may, checks=checks)
         log.watch.autograd = calls
-        log.may_draw = loop.cond is None and loop.until is None and loop.length is not None
         try:
             with without_hooks(), autocast.without_kept_casts(), told or nullcontext():
                 results = frame.run(log, carry, row)
             frame.answers = [a.value for a in values.answers]
             _check_draws(frame, log, results)
         finally:
-            log.generators.restore()
+            written.generators.restore()
             calls.end()
         tensors, kinds = results.outputs()
         if away := [y for y in results.ys if isinstance(y, Tensor) and y.device != frame.place.device]:
@@ -240,14 +248,14 @@ def _record(
         numbers = log.finish(tensors)
         check_gradients(frame, results.carry, calls, several=bool(frame.answers))
         if trail is not None:
-            trail.tells_all &= not any(log.made(x) for x in trail.captures)
+            trail.tells_all &= not any(written.is_made(x) for x in trail.captures)
             trail.end(tensors, kinds)
     n, last = len(carry), len(numbers) - (results.answer is not None)
     xs = [*range(n, len(given)), *(draw.number for draw in log.draws)]
     ends = numbers[:n], numbers[n:last], None if results.answer is None else numbers[-1]
-    log.captures |= log.numbers.take(frame.place.device)
-    trace = Trace(log.operations, range(n), xs, list(log.captures), *ends, bool(log.writes), values.answers)
-    captures = list(log.captures.values())
+    written.captures |= written.numbers.take(frame.place.device)
+    places, captures = list(written.captures), list(written.captures.values())
+    trace = Trace(written.operations, range(n), xs, places, *ends, bool(log.checks.writes), values.answers)
     return Record(frame, results, log, trace, captures, given, before, told.told if told else [], trail, values)
 
 
@@ -264,7 +272,7 @@ def _is_differentiating(frame: Frame) -> bool:
 
 def _check_draws(frame: Frame, log: OperationLog, results: StepResults) -> None:
     """Refuses what would be drawn in another order, or again, at another step."""
-    if log.generators.moved():
+    if log.written.generators.moved():
         raise Refused("the body sets the state of a generator", "seed before the loop")
     if not log.draws:
         return

@@ -11,7 +11,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.compiler.refused import VALUES
-from tensorloop.loop.compiled.look.calls import refusal
+from tensorloop.loop.compiled.look.call_watch import refusal
 
 _SAID = ".item()"
 _NUMBERS = (int, float, bool, complex)

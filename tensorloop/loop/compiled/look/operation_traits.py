@@ -11,7 +11,7 @@ from tensorloop._common.arguments import check_memory
 from tensorloop._torch.transforms import forward_mode
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import VALUES
-from tensorloop.loop.compiled.look.calls import NUMBERS, PLAIN, refusal
+from tensorloop.loop.compiled.look.call_watch import NUMBERS, PLAIN, refusal
 from tensorloop.loop.compiled.look.draws import may_draw_ahead
 
 _aten = torch.ops.aten

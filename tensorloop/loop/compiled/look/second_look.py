@@ -28,28 +28,27 @@ def look_twice(look: Look) -> Trace:
     first = look.record
     assert first is not None
     second = record(look.frame.again(), lines=True, checks=True)
-    if second.log.course() != first.log.course():
+    if second.written.course() != first.written.course():
         raise Refused("the body does not do the same at every step", "keep what changes in the carry, as tensors")
     _compare_captures(first, second)
     _compare_layouts(first, second)
     _compare_gradients_taken(second)
     _refuse_functions(second)
-    trace, made = second.trace, second.log.tensors_made()
+    trace, made = second.trace, second.written.tensors_made()
     del second
     _refuse_held(made)
     return trace
 
 
-def compare_flags(look: Look) -> None:
+def compare_flags(first: Record) -> None:
     """Where the body asks whether a tensor requires a gradient, it does the same whether all do or none does.
 
     The first look gives it tensors that do not, and what it would do with others shows in no key: so that is looked at
     on every call.
     """
-    first = look.record
-    if first is None or not first.log.watch.asked_grad or not torch.is_grad_enabled():
+    if not first.log.watch.asked_grad or not torch.is_grad_enabled():
         return
-    if record(look.frame.again(), lines=True).log.course() != first.log.course():
+    if record(first.frame.again(), lines=True).written.course() != first.written.course():
         raise Refused(
             "what the body does depends on whether a tensor requires a gradient",
             "decide before the loop, by an argument",
@@ -72,7 +71,7 @@ def _compare_captures(first: Record, second: Record) -> None:
         same = len(third.captures) == len(pairs)
         if not same or any(not _equal(a, c) for (a, _), c in zip(pairs, third.captures, strict=True)):
             raise Refused("the body computes a tensor by what torch does not see", "use operations of torch")
-        made = third.log.tensors_made()
+        made = third.written.tensors_made()
         del third
         _refuse_held(made)  # an attribute of the body holds what the last look made
 
@@ -83,8 +82,8 @@ def _compare_layouts(first: Record, second: Record) -> None:
     A look gives a body contiguous copies, as the compiled loop will. The eager loop gives it the caller's tensors, and
     then its own results: `reshape` of such a one may be a copy, which a write in place does not write through.
     """
-    frame, log = first.frame, second.log
-    if not (log.writes or log.strided or log.watch.asked_layout):
+    frame, checks = first.frame, second.log.checks
+    if not (checks.writes or checks.strided or second.log.watch.asked_layout):
         return
     left, met = frame.layouts(first.results), set[Any]()
     while left:
@@ -94,14 +93,15 @@ def _compare_layouts(first: Record, second: Record) -> None:
             continue
         met.add(kind)
         other = record(frame.again(), layout=layout)
-        same = other.log.key == first.log.key and other.log.numbers.texts() == first.log.numbers.texts()
-        if log.strided or len(met) > MOST_LAYOUTS or not same:
+        same = other.written.key == first.written.key
+        same &= other.written.numbers.texts() == first.written.numbers.texts()
+        if checks.strided or len(met) > MOST_LAYOUTS or not same:
             raise Refused(
                 "what the body does depends on how a tensor in the carry or xs lies in memory",
                 "call contiguous() on what is written to or viewed",
             )
         left += frame.layouts(other.results)
-        made = other.log.tensors_made()
+        made = other.written.tensors_made()
         del other
         _refuse_held(made)
 
@@ -129,7 +129,7 @@ def _compare_gradients_taken(second: Record) -> None:
     while flags not in met:
         met.add(flags)
         other = record(frame.again(), lines=True, flags=flags)
-        if other.log.course() != second.log.course():
+        if other.written.course() != second.written.course():
             raise Refused("the gradients that the body takes depend on which inputs have gradients", _GRADIENTS)
         flags = (*(x.requires_grad for x in other.results.carry), *flags[len(frame.carry) :])
 

@@ -15,7 +15,7 @@ from typing import Any, Never
 import torch
 from torch import Tensor
 
-from tensorloop.loop.compiled.look.calls import NUMBERS, refusal
+from tensorloop.loop.compiled.look.call_watch import NUMBERS, refusal
 from tensorloop.loop.compiled.look.number_read import is_read
 
 Log = Callable[[], Any]
@@ -126,7 +126,7 @@ class StepNumber:
             x.to(torch.float64) if real and isinstance(x, Tensor) else x for x in (self.tensor(), other.tensor())
         ]
         step = (self if self.scale else other)._step()
-        made = step.number_of(function(*operands))
+        made = step.written.number_of(function(*operands))
         return StepNumber(value, 1, 0, made, weakref.ref(step), span, real)
 
     def _step(self) -> Any:
@@ -136,7 +136,7 @@ class StepNumber:
 
     def tensor(self) -> Any:
         """The number as a tensor of the step."""
-        return self._step().tensor(self.of) * self.scale + self.shift if self.scale else self.value
+        return self._step().written.tensors[self.of] * self.scale + self.shift if self.scale else self.value
 
     def _compared(self, compare: Any, other: "StepNumber") -> "Told":
         """A comparison, which is not asked where it has one answer at all steps."""
@@ -222,7 +222,7 @@ def symbol(value: int, of: Tensor, log: Any, scale: int = 1, shift: int = 0, spa
 
     `log` writes the step down. At all steps i is between the numbers of `span`.
     """
-    return torch.SymInt(StepNumber(value, scale, shift, log.number_of(of), weakref.ref(log), span))
+    return torch.SymInt(StepNumber(value, scale, shift, log.written.number_of(of), weakref.ref(log), span))
 
 
 def refuse_returned(leaves: Sequence[Any]) -> None:

@@ -24,7 +24,7 @@ class Template:
 
     def __init__(self, written: Sequence[Record], seen: Sequence[Record]) -> None:
         self._traces, self._logs = [x.trace for x in written], [x.log for x in written]
-        self._key = [self._joined(*entries) for entries in _aligned(x.log.key for x in seen)]
+        self._key = [self._joined(*entries) for entries in _aligned(x.written.key for x in seen)]
 
     def operations(self, symbols: Sequence[int]) -> list[Operation]:
         """The operations of the step, with `symbols` in the place of lengths."""
@@ -52,10 +52,10 @@ class Template:
 
     def _picked(self, o: Operation, args: list[Any]) -> Operation:
         """Takes a part that a length chooses by indices, of what is always as large: no slice is as long as a mark."""
-        wholes = [log.tensor(o.args[0].number) for log in self._logs]
+        wholes = [log.written.tensors[o.args[0].number] for log in self._logs]
         if any(x.shape != wholes[0].shape for x in wholes):
             return dataclasses.replace(o, args=args)
-        if storage_of(wholes[0]) in self._logs[0].writes:  # as a view the part would show it
+        if storage_of(wholes[0]) in self._logs[0].checks.writes:  # as a view the part would show it
             raise length_matters(o.place)
         if o.function is PICKS[0]:
             return dataclasses.replace(o, function=select_at, args=args)
@@ -67,7 +67,7 @@ class Template:
     def describes(self, seen: Record, lengths: Sequence[int], captures: Sequence[Tensor]) -> bool:
         """Whether a step that ran with arrays of these lengths did this, with these captures."""
         expected = [x.at(lengths) if isinstance(x, _Affine) else x for x in self._key]
-        return expected == seen.log.key and same_captures(captures, seen.captures)
+        return expected == seen.written.key and same_captures(captures, seen.captures)
 
     def _joined(self, first: Any, *others: Any, place: Any = None) -> Any:
         """An argument, with `_Affine` where it changes with the lengths."""

@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.fake import empty_fakes, quiet_fakes
-from tensorloop.compiler.functions import UserFunction
+from tensorloop.compiler.custom_functions import UserFunction
 from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
 from tensorloop.compiler.place import HOST

@@ -21,7 +21,7 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
 from tensorloop.loop.compiled.run.gradient_sums import GradientSums, room_for
-from tensorloop.loop.compiled.run.node import RunAtOnce
+from tensorloop.loop.compiled.run.looped import RunAtOnce
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program, Ran
 from tensorloop.schedule import Schedule

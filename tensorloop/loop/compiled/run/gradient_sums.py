@@ -7,7 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.graph.backward import Missing
+from tensorloop.compiler.graph.backward_step import Missing
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import value_of
 from tensorloop.compiler.place import HOST

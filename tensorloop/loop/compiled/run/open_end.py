@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
-from tensorloop.loop.compiled.run.node import RunAtOnce, apart
+from tensorloop.loop.compiled.run.looped import RunAtOnce, apart
 
 FEW_STEPS, FEW_BYTES = 8, 2**15  # of the first part, the more of both
 SPARE = 2**18  # bytes, up to which the next part is as long as all before it

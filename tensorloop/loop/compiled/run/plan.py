@@ -13,10 +13,11 @@ from typing import Any, NamedTuple
 from torch import Tensor, fx
 
 from tensorloop._common.user_line import UserLine
+from tensorloop.compiler.custom_functions import UserFunction, with_backwards
 from tensorloop.compiler.divide.saving import kept
-from tensorloop.compiler.functions import UserFunction, with_backwards
+from tensorloop.compiler.edge_walks import depends_on, needed_for
 from tensorloop.compiler.graph import complex_pairs
-from tensorloop.compiler.graph.backward import Missing, backward_step, zeros_in
+from tensorloop.compiler.graph.backward_step import Missing, backward_step, zeros_in
 from tensorloop.compiler.graph.capture import StepWithGradients, functional, with_gradients
 from tensorloop.compiler.lengths import Size, grows, versions
 from tensorloop.compiler.operations import aten, bytes_of, is_opaque, with_parts
@@ -25,7 +26,6 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.trace import Trace
 from tensorloop.compiler.verify import verify
-from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.pays import Clock
 from tensorloop.loop.compiled.run.program import Program
 
@@ -66,6 +66,7 @@ class Plan:
         growth: Sequence[int] = (),
     ) -> None:
         found = complex_pairs.to_pairs(trace, functional(trace, examples), examples, wants)
+        self.of_pairs = found[0] is not trace  # of real numbers, in the place of complex ones
         self.trace, module, examples, wants = found
         self.module = with_backwards(module)  # the step as one calls it: where the loop is, once all is traced
         functions = [n.target for n in self.module.graph.nodes if isinstance(n.target, UserFunction)]
@@ -77,7 +78,7 @@ class Plan:
             put_on(self.module.graph, place.device)
             for x in functions:
                 x.put_on(place.device)
-        self.wants = tuple(wants)
+        self.wants = tuple(wants)  # of each input, whether it has a gradient
         self.flowing_carry = sorted(self.gradients.next_carry_grads)  # leaves of the carry that have a gradient
         self.flowing_outs = sorted(self.gradients.out_grads)  # outs that have one
         self.arrays = {n: i for i, n in enumerate(step.carry) if grows(n)}

@@ -12,6 +12,7 @@ from tensorloop._torch.memory import in_memory
 from tensorloop.compiler.divide.all_steps import BatchedGraph
 from tensorloop.compiler.divide.partition import Partition, divide, outside, seen_by_discontinuous
 from tensorloop.compiler.divide.sums import Sums
+from tensorloop.compiler.edge_walks import needed_for
 from tensorloop.compiler.lengths import grows, growth_of
 from tensorloop.compiler.operations import bytes_of, is_view, value_of
 from tensorloop.compiler.place import Place
@@ -19,7 +20,6 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Core, CoreCall, Step, StepFailed, Unsupported
 from tensorloop.compiler.targets.choose import make_core
 from tensorloop.compiler.verify import Promise, check_roles, check_values, promise
-from tensorloop.compiler.walks import needed_for
 
 HELD = 3  # calls
 Ask = Callable[[Sequence[Tensor]], bool]
@@ -189,7 +189,7 @@ class Program:
     def _fed_with(self, steps: int, invariants: Sequence[Tensor], sequences: Sequence[Tensor]) -> list[Tensor]:
         """What the loop is given; where that fails, the first step of which it fails."""
         try:
-            return [in_memory(x).contiguous() for x in self._before(steps, *invariants, *sequences)]
+            return [x.contiguous() for x in in_memory(self._before(steps, *invariants, *sequences))]
         except StepFailed:
             raise
         except Exception:

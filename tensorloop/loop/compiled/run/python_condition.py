@@ -35,7 +35,8 @@ _known: set[Any] = set()  # the code of conditions after a step that are asked i
 
 def is_known(loop: Loop) -> bool:
     """Whether the condition was seen in a step to answer in Python."""
-    return code_of(loop.until or loop.cond) in _known
+    condition = loop.until or loop.cond
+    return condition is not None and code_of(condition) in _known
 
 
 def learn(loop: Loop) -> None:

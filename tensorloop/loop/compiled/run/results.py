@@ -18,7 +18,7 @@ from tensorloop.loop.compiled.look.look import Look
 from tensorloop.loop.compiled.look.padded_rows import PaddedScan
 from tensorloop.loop.compiled.run.blocks import MOST_STEPS, Blocks, RunInBlocks, blocks_of
 from tensorloop.loop.compiled.run.drawn_numbers import DrawnNumbers
-from tensorloop.loop.compiled.run.node import Looped, RunAtOnce
+from tensorloop.loop.compiled.run.looped import Looped, RunAtOnce
 from tensorloop.loop.compiled.run.open_end import RunInParts
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.python_condition import PythonCondition
@@ -85,7 +85,6 @@ def results_of(
 ) -> tuple[int, list[Tensor]]:
     """(steps done, the last carry and ys); `first` steps of the loop are done before."""
     given = look.frame.given()
-    carried = [in_memory(x).contiguous() for x in complex_pairs.split_pairs(given)]
     run = _planned(look, plan, steps, checkpoints, ask)
     run.title, run.first = look.frame.loop.title, first
     device = plan.step.place.device
@@ -94,18 +93,21 @@ def results_of(
         with torch.no_grad(), unseen(), without_autocast():
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
     ahead = [_next_rows(look.frame.xs[k], plan.step.reverse) for k in plan.ahead]
-    xs, captures = (
-        [in_memory(x) for x in complex_pairs.split_pairs(some)] for some in ([*look.frame.xs, *ahead], look.captures)
-    )
+    parts = [given, [*look.frame.xs, *ahead], look.captures]
+    if plan.of_pairs:
+        parts = [complex_pairs.split_pairs(tensors) for tensors in parts]
+    n, m = len(parts[0]), len(parts[0]) + len(parts[1])
+    whole = in_memory([x for tensors in parts for x in tensors])
+    carried, xs, captures = whole[:n], whole[n:m], whole[m:]
     # A single number of the host's goes where the loop is.
     captures = [x if x.device == device else x.to(device, non_blocking=True) for x in captures]
-    tensors = [*carried, *xs, *drawn, *captures]
+    tensors = [*(x.contiguous() for x in carried), *xs, *drawn, *captures]
     if plan.grad:  # autograd keeps none that was made under inference mode
         tensors = [x.clone() if x.is_inference() else x for x in tensors]
-    outputs = complex_pairs.join_pairs(
-        _outputs(run, tensors), [*given, *(y for y in look.results.ys if isinstance(y, Tensor))]
-    )
-    return run.done, outputs
+    outputs = _outputs(run, tensors)
+    if plan.of_pairs:
+        outputs = complex_pairs.join_pairs(outputs, [*given, *(y for y in look.results.ys if isinstance(y, Tensor))])
+    return run.done, list(outputs)
 
 
 def carry_of(look: Look, outputs: Sequence[Tensor], taken: int) -> list[Any]:
@@ -134,7 +136,7 @@ def _planned(
     loop, lengths, draws = look.frame.loop, look.frame.arrays.starts, None
     if look.draws:
         assert look.record is not None
-        draws = DrawnNumbers(look.draws, look.record.log.generators.seen, reverse=plan.step.reverse)
+        draws = DrawnNumbers(look.draws, look.record.written.generators.seen, reverse=plan.step.reverse)
         if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
             raise Refused(
                 f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held",

@@ -13,8 +13,9 @@ import torch
 from torch import Tensor
 
 from tensorloop._torch.fake import quiet_fakes
+from tensorloop.compiler.custom_functions import UserFunction
 from tensorloop.compiler.divide.partition import extract
-from tensorloop.compiler.functions import UserFunction
+from tensorloop.compiler.edge_walks import depends_on, needed_for
 from tensorloop.compiler.lengths import Sized
 from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.place import HOST
@@ -22,7 +23,6 @@ from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.targets.choose import find_place, target_of
 from tensorloop.compiler.trace import Operation, Ref
-from tensorloop.compiler.walks import depends_on, needed_for
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.frame import Frame
 from tensorloop.loop.compiled.look.look import Look, Record, python_values, random_values, record
@@ -117,7 +117,7 @@ class _RowsTrace:
     """What a step of some rows did, and the shapes of its tensors."""
 
     def __init__(self, seen: Record) -> None:
-        self.operations, self.shapes = seen.trace.operations, seen.log.shapes()
+        self.operations, self.shapes = seen.trace.operations, seen.written.shapes()
         self.inputs, self.outputs = seen.trace.inputs, seen.trace.outputs
 
 
