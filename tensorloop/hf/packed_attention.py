@@ -10,7 +10,6 @@ from typing import Any, NamedTuple, TypeVar
 
 import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
 from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedConfig
 
@@ -22,7 +21,6 @@ from tensorloop.packed import Dim, PackedTensor
 
 NAME = "tensorloop_packed"
 _ROWS = "_tensorloop_rows"  # an attribute of configs
-_BLOCK = 128  # queries, and keys, of a block of a window's mask
 _ALIKE = 0.8  # of the longest row of a group, the least that another may have
 _M = TypeVar("_M", bound=nn.Module)
 
@@ -33,12 +31,6 @@ class CallRows:
     def __init__(self, dim: Dim, attention: str = NAME) -> None:
         self.dim, self.attention, self.calls = dim, attention, 0
         self._made: dict[Any, Any] = {}
-
-    def block_mask(self, window: int, device: torch.device) -> BlockMask:
-        """What tokens see of a row where each sees itself and the `window - 1` before it."""
-        if window not in self._made:
-            self._made[window] = _cut_window(window, self.dim.max_len, device)
-        return self._made[window]
 
     def groups(self) -> "_Groups":
         """The rows that are not empty, those of about equal length together."""
@@ -141,15 +133,17 @@ def attend(
     rows.calls += 1
     parts = tuple(x[0].transpose(0, 1) for x in (query, key, value))
     scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if dropout or softcap or s_aux is not None:
+    if s_aux is not None:
         sight = Sight(scale, window=window or 0, softcap=softcap or 0.0, dropout=dropout, seed=None)
         return _attend_by_length(rows, parts, sight, s_aux)[None], None
     q, k, v = (PackedTensor(x, rows.dim) for x in parts)
-    if window is None or rows.dim.max_len <= window:
-        out = attention(q, k, v, causal=True, scale=scale)
-    else:
-        out = attention(q, k, v, block_mask=rows.block_mask(window, query.device), scale=scale)
+    out = attention(q, k, v, causal=True, scale=scale, window=_reach(window, rows), softcap=softcap, dropout=dropout)
     return out.values[None], None
+
+
+def _reach(window: int | None, rows: CallRows) -> int | None:
+    """The window, None where every row is as short."""
+    return None if window is None or rows.dim.max_len <= window else window
 
 
 def _attend_by_length(rows: CallRows, parts: tuple[Tensor, ...], sight: Sight, sinks: Tensor | None) -> Tensor:
@@ -169,25 +163,6 @@ def _attend_by_length(rows: CallRows, parts: tuple[Tensor, ...], sight: Sight, s
 
 def _whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sight: Sight) -> Tensor:
     return whole(q, k, v, sight._replace(sinks=sinks))
-
-
-def _cut_window(window: int, length: int, device: torch.device) -> BlockMask:
-    """A BlockMask of `length` tokens, each of which sees itself and the `window - 1` before it."""
-    count = -(-length // _BLOCK)
-    i, j = torch.arange(count)[:, None], torch.arange(count)
-    seen = (j <= i) & ((j + 1) * _BLOCK > i * _BLOCK - window + 1)
-    full = (j < i) & (j * _BLOCK > (i + 1) * _BLOCK - 1 - window)
-
-    def table(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(device)
-
-    def rule(b: Any, h: Any, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & (kv > q - window)
-
-    return BlockMask.from_kv_blocks(
-        *table(seen & ~full), *table(full), BLOCK_SIZE=_BLOCK, mask_mod=rule, seq_lengths=(length, length)
-    )
 
 
 AttentionInterface.register(NAME, attend)
