@@ -15,7 +15,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.keywords import hints
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import arrays, engine, gpu
-from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
+from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number, read_sinks
 from tensorloop.attention.options import Options
 from tensorloop.attention.strips import Task
 from tensorloop.packed.rows.dim import Dim
@@ -44,6 +44,7 @@ _KEYWORDS = hints(
     ("enable_gqa", "leave it out: heads of k and v are always shared where they are fewer"),
     ("need_weights", "weights are never made, so there are none to return"),
     ("window_size", "here that is window=, with causal=True for the past alone"),
+    ("s_aux", "here that is sinks="),
 )
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
@@ -62,6 +63,7 @@ class AttentionOptions(TypedDict, total=False):
     relative: tuple[Any, Tensor] | None
     score_mod: ScoreMod | None
     dropout: float
+    sinks: Tensor | None
 
 
 @overload
@@ -94,6 +96,7 @@ def attention(
     relative: tuple[Any, Tensor] | None = None,
     score_mod: ScoreMod | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Softmax attention: each query's mean of the values, weighted by softmax(scale * q . k) over the keys it sees.
 
@@ -137,6 +140,8 @@ def attention(
         dropout: float from 0 to below 1, default 0: the share of the weights that are dropped, by a hash of their
             places and one number of torch's generator, so that backward drops the same; the others are divided by 1 -
             dropout. Give 0 in evaluation.
+        sinks: floats (heads,), or None: a logit that every query of a head sees beside its keys, in the denominator of
+            the softmax alone, so that the weights of a query sum to less than 1. Nothing is done to it.
 
     Returns:
         What `q` is, with Dv in place of D: packed (B, T*, heads, Dv), padded (B, T, heads, Dv), or (*batch, heads, Dv).
@@ -144,8 +149,8 @@ def attention(
 
     Scores are changed in this order: `relative`, `softcap`, `bias`, `score_mod`.
 
-    Gradient: to q, k, v, bias, relative and what score_mod closes over and gives to torch functions, twice, and
-    (slower, in one piece) under `torch.func`.
+    Gradient: to q, k, v, bias, relative, sinks and what score_mod closes over and gives to torch functions, twice,
+    and (slower, in one piece) under `torch.func`.
     Cost: time of the pairs that meet; of a window or chunks, those in reach. Kept for backward: q, k, v, the output and
     a number for each query and head, and the tensors of the scores as they came; an array is kept as a view. Second
     derivatives and transforms make all weights.
@@ -155,7 +160,7 @@ def attention(
         ValueError: shapes, heads or lens that do not fit; a mask that does not fit or comes with `causal`, `window` or
             `chunk`; options that arrays do not take; numbers out of range.
 
-    Source: Vaswani et al. 2017; for how it stays within O(N), `engine.py`.
+    Source: Vaswani et al. 2017; sinks: Agarwal et al. 2025 (gpt-oss); for how it stays within O(N), `engine.py`.
 
     Example:
         >>> p = tl.PackedTensor(torch.randn(5, 2, 8), [3, 2])  # two rows (T*, heads, D)
@@ -168,7 +173,7 @@ def attention(
         _refuse_for_arrays(block_mask, options)
         arguments.dense_tensor(q, "q")
         given = engine.default_scale(q.shape[-1] if q.dim() else 0) if scale is None else scale
-        out = arrays.attend(q, k, v, arrays.read_rules(given, causal, starts, window, bias, softcap, dropout))
+        out = arrays.attend(q, k, v, arrays.read_rules(given, causal, starts, window, bias, softcap, dropout, sinks))
         if out is not NotImplemented:
             return out
         options = Options()
@@ -189,7 +194,8 @@ def attention(
         )
     width = inputs.q.shape[-1]
     scale = engine.default_scale(width) if scale is None else scale
-    task = Task(scale, bool(causal), blocks=block_mask, near=near, scoring=options.scoring(q, inputs.q, inputs.longest))
+    scoring = options.scoring(q, inputs.q, inputs.longest)
+    task = Task(scale, bool(causal), blocks=block_mask, near=near, scoring=scoring, sinks=read_sinks(sinks, inputs.q))
     parts = inputs.q, inputs.k, inputs.v
     out = gpu.attend(*parts, task, inputs.rows) if parts[0].is_cuda else None
     if out is None:

@@ -8,7 +8,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch.autocast import autocasts
-from tensorloop.attention.checks import Facts, autocast, check_parts, number
+from tensorloop.attention.checks import Facts, autocast, check_parts, number, read_sinks
 from tensorloop.attention.past import attend_past
 from tensorloop.kernels.past import Sight
 from tensorloop.tensor_array.array import TensorArray
@@ -26,12 +26,13 @@ class ScoreRules(NamedTuple):
     bias: Tensor | None = None  # (*batch, heads, n) or (*batch, heads, t, n), dims of the batch of their size or 1
     dropout: float = 0.0
     seed: int = 0
+    sinks: Tensor | None = None  # (heads,)
 
     @property
     def plain(self) -> bool:
         """Whether every slot is seen as it is."""
         ruled = self.causal or self.window or self.softcap or self.dropout
-        return not ruled and self.starts is None and self.bias is None
+        return not ruled and self.starts is self.bias is self.sinks is None
 
     def start(self, length: int, new: int = 1) -> int:
         """The first slot that one of `new` queries sees."""
@@ -47,14 +48,14 @@ class ScoreRules(NamedTuple):
             bias = bias if alike else bias.expand(*batch, *bias.shape[dims:])
             bias = bias.reshape(1 if alike else batch.numel(), *bias.shape[dims:])[..., start:]
             bias = bias.unsqueeze(2) if bias.dim() == 3 else bias
-        options = {"softcap": self.softcap, "dropout": self.dropout, "seed": self.seed}
+        options = {"softcap": self.softcap, "dropout": self.dropout, "seed": self.seed, "sinks": self.sinks}
         return Sight(self.scale, causal=self.causal, window=self.window, first=first, bias=bias, **options)
 
 
 def read_rules(
-    scale: float, causal: bool, starts: Any, window: Any, bias: Any, softcap: Any, dropout: Any
+    scale: float, causal: bool, starts: Any, window: Any, bias: Any, softcap: Any, dropout: Any, sinks: Any = None
 ) -> ScoreRules:
-    """The rules with numbers checked; starts and bias are as they came."""
+    """The rules with numbers checked; starts, bias and sinks are as they came."""
     if window is not None and (window := arguments.as_int(window, "window")) < 1:
         raise WrongValue(f"window must be at least 1, got {window}; 1 is the query's own slot")
     softcap = 0.0 if softcap is None else number(softcap, "softcap")
@@ -63,7 +64,7 @@ def read_rules(
         raise WrongValue(f"softcap must be above 0, got {softcap}; None leaves scores as they are")
     if not 0 <= dropout < 1:
         raise WrongValue(f"dropout must be in [0, 1), got {dropout}")
-    return ScoreRules(scale, bool(causal), starts, window or 0, softcap, bias, dropout)
+    return ScoreRules(scale, bool(causal), starts, window or 0, softcap, bias, dropout, sinks=sinks)
 
 
 def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
@@ -85,6 +86,7 @@ def attend(q: Tensor, k: TensorArray, v: TensorArray, given: ScoreRules) -> Any:
         starts=None if given.starts is None else _read_starts(given.starts, batch, q),
         bias=None if given.bias is None else _read_bias(given.bias, shape, len(batch), q),
         seed=int(torch.randint(1 << 62, (), device="cpu")) if given.dropout else 0,
+        sinks=read_sinks(given.sinks, q),
     )
     if not chunk and ((given.plain and not _few_launches(q)) or not length_of(k)):
         return NotImplemented

@@ -29,6 +29,7 @@ from tensorloop.attention.products import attend_strip, attend_strip_backward, g
 from tensorloop.attention.scored import Scorer, score_all
 from tensorloop.attention.scores import Scoring
 from tensorloop.attention.strips import Strip, Task, cut, fill_bucket, make_row_mask, shorten
+from tensorloop.kernels.past import drain, drain_grad
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -49,45 +50,48 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
         return whole(q, k, v, task)
     if task.scoring is not None:
         scoring: Scoring = task.scoring
-        task = task._replace(scoring=scoring.with_tensors([None] * len(scoring.tensors)))
-        return _Attend.apply(q, k, v, task, *scoring.tensors)  # pyright: ignore[reportReturnType]
+        bare = task._replace(scoring=scoring.with_tensors([None] * len(scoring.tensors)), sinks=None)
+        return _Attend.apply(q, k, v, bare, task.sinks, *scoring.tensors)  # pyright: ignore[reportReturnType]
     if task.causal and task.scale <= 0:  # kernels hide keys by a score of -inf before they multiply with the scale
         q, task = q * task.scale, task._replace(scale=1.0)
     if q.device.type != "cpu":
-        return _Attend.apply(q, k, v, task)  # pyright: ignore[reportReturnType]
+        return _Attend.apply(q, k, v, task._replace(sinks=None), task.sinks)  # pyright: ignore[reportReturnType]
     width, of_values = q.shape[-1], v.shape[-1]
     if width != of_values:  # the flash kernel wants them equal; zeros change no score and are cut off again
         q, k, v = (torch.nn.functional.pad(x, (0, max(width, of_values) - x.shape[-1])) for x in (q, k, v))
     q, k, v = (_unit_stride(x) for x in (q, k, v))
-    out: Tensor = _Attend.apply(q, k, v, task)  # pyright: ignore[reportAssignmentType]
+    out: Tensor = _Attend.apply(q, k, v, task._replace(sinks=None), task.sinks)  # pyright: ignore[reportAssignmentType]
     return out[..., :of_values] if width > of_values else out
 
 
 class _Attend(torch.autograd.Function):
-    """(q, k, v, the tensors of a scoring) -> output"""
+    """(q, k, v, sinks, the tensors of a scoring) -> output"""
 
     @staticmethod
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task, *more: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with without_autocast(q):
-            out, lse = _forward(q, k, v, _with_tensors(task, more))
+            out, lse = _forward(q, k, v, _with_tensors(task, None, more[1:]))
+            if more[0] is not None:
+                out, lse = drain(out, lse, more[0])
         ctx.task = task
         ctx.save_for_backward(q, k, v, out, lse, *more)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, *more = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *more = ctx.saved_tensors
         with without_autocast(q):
             if is_differentiated(grad):
-                dq, dk, dv, *rest = differentiate(partial(_whole, ctx.task), (q, k, v, *more), grad)
+                dq, dk, dv, *rest = differentiate(partial(_whole, ctx.task), (q, k, v, sinks, *more), grad)
                 return dq, dk, dv, None, *rest
-            task = _with_tensors(ctx.task, more)
-            dq, dk, dv, *rest = _backward(_unit_stride(grad), q, k, v, out, lse, task)
-            return dq, dk, dv, None, *rest
+            dq, dk, dv, *rest = _backward(_unit_stride(grad), q, k, v, out, lse, _with_tensors(ctx.task, None, more))
+            of_sinks = None if sinks is None else drain_grad(grad, out, lse, sinks)
+            return dq, dk, dv, None, of_sinks, *rest
 
 
-def _with_tensors(task: Task, more: Sequence[Tensor | None]) -> Task:
-    return task if task.scoring is None else task._replace(scoring=task.scoring.with_tensors(more))
+def _with_tensors(task: Task, sinks: Tensor | None, more: Sequence[Tensor | None]) -> Task:
+    scoring = None if task.scoring is None else task.scoring.with_tensors(more)
+    return task._replace(scoring=scoring, sinks=sinks)
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -202,8 +206,8 @@ def _make_bias(strip: Strip, like: Tensor) -> Tensor | None:
 # -- in one piece, with all weights: differentiable as often as anybody likes
 
 
-def _whole(task: Task, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Tensor:
-    return whole(q, k, v, _with_tensors(task, more))
+def _whole(task: Task, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *more: Tensor | None) -> Tensor:
+    return whole(q, k, v, _with_tensors(task, sinks, more))
 
 
 def whole(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
@@ -224,8 +228,11 @@ def whole(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
         hidden = hidden | (scores == -torch.inf)
         scores = scores.masked_fill(hidden, 0)
     # A row that sees nothing must not meet -inf: the gradient of its softmax would be NaN.
-    weights = torch.softmax(torch.where(hidden & ~hidden.all(-1, keepdim=True), -torch.inf, scores), -1)
-    weights = torch.where(hidden, 0, weights)
+    scores = torch.where(hidden & ~hidden.all(-1, keepdim=True), -torch.inf, scores)
+    if task.sinks is not None:
+        sinks = task.sinks.to(scores.dtype).view(*scores.shape[1:3], 1, 1).expand(*scores.shape[:-1], 1)
+        scores = torch.cat([scores, sinks], -1)
+    weights = torch.where(hidden, 0, scores.softmax(-1)[..., : hidden.shape[-1]])
     out = ((weights if factors is None else weights * factors) @ v).flatten(1, 2).transpose(1, 2).to(dtype)
     return out if tokens is None else tokens.of_tokens(out)[None]
 

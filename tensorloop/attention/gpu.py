@@ -24,7 +24,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, task: Task, rows: tuple[Dim, Dim] | 
     """Attends by torch's kernels; `rows` are the dims of packed q and k. None if torch cannot."""
     if transforms.maybe_level() is not None or transforms.forward_mode() or not all(x.numel() for x in (q, k, v)):
         return None
-    if task.near is not None or task.scoring is not None:
+    if not task.near is task.scoring is task.sinks is None:
         return None
     if rows is not None:
         return variable_length(q, k, v, task, *rows) if _has_variable_length(q, v, task, *rows) else None

@@ -169,6 +169,7 @@ class Task(NamedTuple):
     blocks: Any = None  # a BlockMask, or None
     near: Near | None = None
     scoring: Any = None  # what else is done to scores, a `scores.Scoring`, or None
+    sinks: Tensor | None = None  # (heads,): logits that every query of a head sees beside its keys
 
     @property
     def overlaps(self) -> bool:

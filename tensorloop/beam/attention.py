@@ -116,7 +116,7 @@ def attend(q: Tensor, keys: Any, values: Any, rules: ScoreRules) -> Any:
     """
     k: Any = store_of(keys)
     v: Any = store_of(values)
-    if not _can_attend(q, k, v) or (rules.starts is not None and rules.starts.shape[1] > 1):
+    if not _can_attend(q, k, v) or rules.sinks is not None or (rules.starts is not None and rules.starts.shape[1] > 1):
         return NotImplemented
     slots, start = len(k.births), rules.start(k.length) if rules.window else 0
     buffers: list[Buffer] = []

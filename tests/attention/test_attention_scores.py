@@ -110,7 +110,7 @@ def test_padded(kind: str, sizes: tuple[int, int]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.extended("all")
+@pytest.mark.extended("all", "sinks")
 def test_derivatives_of_both_orders(kind: str):
     lens = [2, 0, 3]
     options = kinds(2, 2, 5, 3, (3, 3))[kind]
@@ -123,7 +123,7 @@ def test_derivatives_of_both_orders(kind: str):
 
     inputs = (*tensors((5, 2, 2), (5, 1, 2), (5, 1, 2)), *more)
     assert torch.autograd.gradcheck(run, inputs)
-    if kind in ("all", "hidden", "bias of entries"):
+    if kind in ("all", "hidden", "bias of entries", "sinks"):
         assert torch.autograd.gradgradcheck(run, inputs)
     plain = [x.detach() for x in inputs]
     cotangent = torch.randn(5, 2, 2, dtype=torch.float64)
