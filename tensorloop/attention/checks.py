@@ -47,19 +47,6 @@ def number(x: Any, what: str, hint: str = "") -> float:
     return float(x)
 
 
-def read_sinks(sinks: Any, q: Tensor) -> Tensor | None:
-    """Sinks, checked: a logit for each head of q (..., heads, D)."""
-    if sinks is None:
-        return None
-    if not isinstance(sinks, Tensor) or not sinks.is_floating_point():
-        raise WrongType(f"sinks must be a tensor of floats, got {arguments.describe(sinks)}")
-    if sinks.shape != q.shape[-2:-1]:
-        raise WrongValue(f"sinks must be (heads,), here ({q.shape[-2]},), got {tuple(sinks.shape)}")
-    if sinks.device != q.device:
-        raise WrongValue(f"sinks is on {sinks.device}, q is on {q.device}; move it with .to()")
-    return sinks
-
-
 def autocast(x: Tensor) -> Tensor:
     """`x` as autocast makes it where it is on: in the dtype of matrix products; float64 stays."""
     if not autocasts(x) or not x.is_floating_point() or x.dtype is torch.float64:

@@ -17,7 +17,8 @@ from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop._torch.transforms import forward_ad, maybe_level
 from tensorloop.attention import engine, one_query
 from tensorloop.kernels import find
-from tensorloop.kernels.past import Sight, drain, drain_grad, whole
+from tensorloop.kernels.scores import whole
+from tensorloop.kernels.sight import Sight, drain, drain_grad
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer

@@ -12,8 +12,10 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop._torch.dispatch import tree_leaves, tree_map_only
-from tensorloop.attention import attention, engine, scores, strips
-from tensorloop.attention.scores import ScorePlaces, Scoring
+from tensorloop.attention import attention, engine, strips
+from tensorloop.kernels import scores
+from tensorloop.kernels.scores import ScorePlaces
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests.support.attention_cases import block_mask, by_head, tensors
@@ -213,7 +215,7 @@ def test_with_a_block_mask(H: int | None):
 
 def factors_of(seed: int, rows: int, heads: int, new: int, seen: int, dropout: float) -> Tensor:
     places = ScorePlaces.dense(torch.Size((rows, heads, new, seen)), HERE)
-    return scores.keep(Scoring(dropout=dropout, seed=seed), places, torch.float64)
+    return scores.keep(Sight(dropout=dropout, seed=seed, ends=False), places, torch.float64)
 
 
 @pytest.mark.parametrize("lens", [[5], [3, 2, 4, 0, 1], [40, 2], [33, 3, 2, 1]])
