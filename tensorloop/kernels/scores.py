@@ -266,7 +266,7 @@ def attend_grad(
     else:
         bent = scores = products.mul_(sight.scale)
     scores = scores if hidden is None else scores.masked_fill_(hidden, -torch.inf)
-    weights = scores.sub_(lse[..., None]).exp_()
+    weights = scores.sub_(lse[..., None]).clamp_(max=0).exp_()
     slopes, dropped = multiply(grad, v.mT), weights
     if sight.dropout:
         factors = keep(sight, places, wide)
