@@ -172,7 +172,7 @@ def attention(
         _refuse_for_arrays(block_mask, (chunk, left_chunks, relative, score_mod))
         arguments.dense_tensor(q, "q")
         given = engine.default_scale(q.shape[-1] if q.dim() else 0) if scale is None else scale
-        sight = read_numbers(given, causal, window, softcap, dropout)._replace(first=starts, bias=bias, sinks=sinks)
+        sight = read_numbers(given, causal, window, softcap, dropout, first=starts, bias=bias, sinks=sinks)
         out = arrays.attend(q, k, v, sight)
         if out is not NotImplemented:
             return out
@@ -183,7 +183,8 @@ def attention(
     inputs = inputs._replace(q=autocast(inputs.q), k=autocast(inputs.k), v=autocast(inputs.v))
     check_parts([Facts(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)])
     scale = engine.default_scale(inputs.q.shape[-1]) if scale is None else scale
-    sight = read_numbers(scale, causal, window, softcap, dropout, chunk=chunk, left_chunks=left_chunks)
+    more: Any = {"chunk": chunk, "left_chunks": left_chunks, "blocks": block_mask, "ends": False}
+    sight = read_numbers(scale, causal, window, softcap, dropout, **more)
     if block_mask is not None:
         _check_mask(block_mask, inputs, sight)
     elif inputs.rows is None and not inputs.arrays and _has_heads_first(inputs.q, inputs.k, inputs.v):
@@ -194,7 +195,7 @@ def attention(
             stacklevel=3,
         )
     sight = read_tensors(sight, q, inputs.q, inputs.longest, bias, relative, score_mod, sinks)
-    return inputs.give(_attend(inputs, sight._replace(blocks=block_mask)))
+    return inputs.give(_attend(inputs, sight))
 
 
 def _attend(inputs: "_Inputs", sight: Sight) -> Tensor:

@@ -56,8 +56,9 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
         if width != of_values:  # the kernel wants them equal; zeros change no score and are cut off again
             q, k, v = (torch.nn.functional.pad(x, (0, max(width, of_values) - x.shape[-1])) for x in (q, k, v))
         q, k, v = (_unit_stride(x) for x in (q, k, v))
-    bare = sight.with_tensors([None] * len(sight.tensors))._replace(sinks=None)
-    out: Tensor = _Attend.apply(q, k, v, bare, sight.sinks, *sight.tensors)  # pyright: ignore[reportAssignmentType]
+    bare, more = sight.with_tensors([None] * len(sight.tensors)), (sight.sinks, *sight.tensors)
+    bare = bare if sight.sinks is None else bare._replace(sinks=None)
+    out: Tensor = _Attend.apply(q, k, v, bare, *more)  # pyright: ignore[reportAssignmentType]
     return out[..., :of_values] if out.shape[-1] > of_values else out
 
 

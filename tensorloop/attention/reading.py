@@ -22,11 +22,12 @@ def read_numbers(
     *,
     chunk: Any = None,
     left_chunks: Any = None,
+    **more: Any,
 ) -> Sight:
-    """What is said by numbers."""
+    """The sight of what is said by numbers, with `more` as it is."""
     if chunk is None and left_chunks is not None:
         raise WrongValue("left_chunks without chunk; chunk=n says how many positions make one")
-    window, chunk = (_read_size(x, name) for x, name in ((window, "window"), (chunk, "chunk")))
+    window, chunk = _read_size(window, "window"), _read_size(chunk, "chunk")
     left = None if left_chunks is None else arguments.as_int(left_chunks, "left_chunks")
     if left is not None and left < 0:
         raise WrongValue(f"left_chunks must be at least 0, got {left}; None leaves all that come before")
@@ -36,7 +37,7 @@ def read_numbers(
         raise WrongValue(f"softcap must be above 0, got {softcap}; None leaves scores as they are")
     if not 0 <= dropout < 1:
         raise WrongValue(f"dropout must be in [0, 1), got {dropout}")
-    return Sight(scale, bool(causal), window, chunk, left, softcap=softcap, dropout=dropout)
+    return Sight(scale, bool(causal), window, chunk, left, softcap=softcap, dropout=dropout, **more)
 
 
 def read_tensors(
@@ -46,6 +47,8 @@ def read_tensors(
 
     `tensor` (B, T, heads, D) is q with its rows padded or not, and `longest` how many queries and keys a row has.
     """
+    if bias is relative is score_mod is sinks is None and not sight.dropout:
+        return sight
     rows = len(q._dim) if is_packed(q) else tensor.shape[0]
     queries, table = (None, None) if relative is None else _read_relative(relative, q, tensor)
     captured = () if score_mod is None else find_captured(score_mod, tensor)
@@ -58,7 +61,6 @@ def read_tensors(
         given=captured,
         sinks=read_sinks(sinks, tensor),
         seed=draw_seed(sight.dropout),
-        ends=False,
     )
 
 
@@ -121,8 +123,10 @@ def _fits(given: torch.Size, wanted: tuple[int, ...]) -> bool:
 
 
 def _read_size(x: Any, what: str) -> int:
-    size = 0 if x is None else arguments.as_int(x, what)
-    if size < 1 and x is not None:
+    if x is None:
+        return 0
+    size = arguments.as_int(x, what)
+    if size < 1:
         raise WrongValue(f"{what} must be at least 1, got {size}" + "; 1 is the query's own slot" * (what == "window"))
     return size
 

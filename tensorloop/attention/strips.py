@@ -21,8 +21,9 @@ from tensorloop.kernels.sight import Sight
 
 # Rows of at most SHORT tokens, FEW or more of about equal length (by STEP), are padded and computed together. One row
 # alone costs about 120 us of Python and dispatch, forward and backward; padding a bucket costs about 600 us, and then
-# each row of 5 tokens 30 us, of 30 tokens 150 us (float32, 4 heads of 64, one thread).
-SHORT, STEP, FEW = 32, 8, 6
+# each row of 5 tokens 30 us, of 30 tokens 150 us (float32, 4 heads of 64, one thread). Where scores or weights are
+# changed, a strip is more operations, and rows of up to SHORT_SCORED tokens are better off together.
+SHORT, SHORT_SCORED, STEP, FEW = 32, 64, 8, 6
 # On a device a strip is some 50 launches, whose time is that of far more padding: rows of at most SHORT_ON_DEVICE
 # tokens are computed together where the next power of two is the same, that of LEAST for all shorter ones, as many as
 # make so many weights.
@@ -235,12 +236,13 @@ def _cut_packed(
     sight: Sight, q_offsets: list[int], k_offsets: list[int], heads: int, device: torch.device
 ) -> Iterator[Strip]:
     on_host = device.type == "cpu"
+    limit = (SHORT_SCORED if sight.scored else SHORT) if on_host else SHORT_ON_DEVICE
     short: dict[tuple[int, int], list[int]] = defaultdict(list)
     for b in range(len(q_offsets) - 1):
         n, m = q_offsets[b + 1] - q_offsets[b], k_offsets[b + 1] - k_offsets[b]
         if not n or not m:
             continue
-        if max(n, m) <= (SHORT if on_host else SHORT_ON_DEVICE):
+        if max(n, m) <= limit:
             short[(-(-n // STEP), -(-m // STEP)) if on_host else (_doubled(n), _doubled(m))].append(b)
         else:
             yield _take_row(q_offsets, k_offsets, b, sight.causal)
