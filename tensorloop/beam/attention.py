@@ -235,7 +235,7 @@ def _compute(
     (bias, sinks), before = changed, [x for x in prefix if x is not None]
     shared, own = seen.family.find_states(seen.births, seen.first, seen.slots)
     kernel = find("beam_attend", q, *before, *slots)
-    out, lse = kernel(q, before, slots, shared, own, seen.sight if bias is None else seen.sight._replace(bias=bias))
+    out, lse = kernel(q, before, slots, shared, own, seen.sight.having(bias, None))
     return (out, lse) if sinks is None else drain(out, lse, sinks)
 
 

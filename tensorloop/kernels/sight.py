@@ -32,7 +32,7 @@ class Sight(NamedTuple):
     mod: Callable[..., Any] | None = None  # of a score and its place
     captured: tuple[Tensor, ...] = ()  # tensors that require a gradient, which `mod` closes over
     given: tuple[Tensor, ...] = ()  # what stands for them
-    sinks: Tensor | None = None  # (heads,): the score of a key more, whose value is 0; kernels get none, see `drain`
+    sinks: Tensor | None = None  # (heads,): the score of a key more, whose value is 0; kernels leave them to `drain`
     dropout: float = 0.0  # of the weights
     seed: int = 0  # for a hash of a weight's place
     begin: int = 0  # in that hash, the number of the first of these keys: they may be a part of more
@@ -75,6 +75,11 @@ class Sight(NamedTuple):
             return self
         bias, queries, table, *given = tensors
         return self._replace(bias=bias, queries=queries, table=table, given=tuple(given))
+
+    def having(self, bias: Tensor | None, sinks: Tensor | None) -> "Sight":
+        """This sight with this bias and these sinks."""
+        same = bias is self.bias and sinks is self.sinks
+        return self if same else self._replace(bias=bias, sinks=sinks)
 
     def sees(self, i: Tensor, j: Tensor) -> Tensor:
         """Whether queries at positions i see keys at positions j, which broadcast, by these alone: bool."""

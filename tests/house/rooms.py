@@ -51,7 +51,7 @@ DOORS = {
     **{f"compiler.{name}": {"loop"} for name in _OF_THE_COMPILER},
     "kernels.moves": {"regroup"},
     "kernels.scores": {"attention", "beam"},
-    "kernels.sight": {"attention", "beam"},
+    "kernels.sight": {"attention", "beam", "packed"},
     "kernels.lattices": {"packed"},
     # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
     "kernels.cpu.graphs": {"ordering"},
