@@ -145,7 +145,7 @@ ROOMS = {
     "attention": Room(
         {
             "attention/strips.py": ("tests/attention/test_attention.py", "tests/attention/test_attention_scores.py"),
-            "attention/scores.py": ("tests/attention/test_attention_scores.py",),
+            "kernels/scores.py": ("tests/attention/test_attention_scores.py", "tests/attention/test_past.py"),
         },
         ("tests/attention",),
     ),

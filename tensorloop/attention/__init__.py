@@ -7,17 +7,15 @@ from tensorloop._common.faces import face
 if TYPE_CHECKING:
     from tensorloop.attention.api import ScoreMod as ScoreMod
     from tensorloop.attention.api import attention as attention
-    from tensorloop.attention.arrays import ScoreRules as ScoreRules
     from tensorloop.attention.past import attend_past as attend_past
-    from tensorloop.kernels.past import Sight as Sight
-    from tensorloop.kernels.past import whole as whole
+    from tensorloop.kernels.scores import whole as whole
+    from tensorloop.kernels.sight import Sight as Sight
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
         __name__,
         {
             "attention.api": ("ScoreMod", "attention"),
-            "attention.arrays": ("ScoreRules",),
             "attention.past": ("Sight", "attend_past", "whole"),
         },
     )

@@ -16,8 +16,8 @@ from tensorloop._common.keywords import hints
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import arrays, engine, gpu
 from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
-from tensorloop.attention.options import Options
-from tensorloop.attention.strips import Task
+from tensorloop.attention.reading import read_numbers, read_tensors
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import Packed, check_same_rows, is_packed
@@ -44,6 +44,7 @@ _KEYWORDS = hints(
     ("enable_gqa", "leave it out: heads of k and v are always shared where they are fewer"),
     ("need_weights", "weights are never made, so there are none to return"),
     ("window_size", "here that is window=, with causal=True for the past alone"),
+    ("s_aux", "here that is sinks="),
 )
 _MOST_HEADS = 128  # more than that is rather a number of tokens
 
@@ -62,6 +63,7 @@ class AttentionOptions(TypedDict, total=False):
     relative: tuple[Any, Tensor] | None
     score_mod: ScoreMod | None
     dropout: float
+    sinks: Tensor | None
 
 
 @overload
@@ -94,6 +96,7 @@ def attention(
     relative: tuple[Any, Tensor] | None = None,
     score_mod: ScoreMod | None = None,
     dropout: float = 0.0,
+    sinks: Tensor | None = None,
 ) -> Any:
     """Softmax attention: each query's mean of the values, weighted by softmax(scale * q . k) over the keys it sees.
 
@@ -137,6 +140,8 @@ def attention(
         dropout: float from 0 to below 1, default 0: the share of the weights that are dropped, by a hash of their
             places and one number of torch's generator, so that backward drops the same; the others are divided by 1 -
             dropout. Give 0 in evaluation.
+        sinks: floats (heads,), or None: a logit that every query of a head sees beside its keys, in the denominator of
+            the softmax alone, so that the weights of a query sum to less than 1. Nothing is done to it.
 
     Returns:
         What `q` is, with Dv in place of D: packed (B, T*, heads, Dv), padded (B, T, heads, Dv), or (*batch, heads, Dv).
@@ -144,8 +149,8 @@ def attention(
 
     Scores are changed in this order: `relative`, `softcap`, `bias`, `score_mod`.
 
-    Gradient: to q, k, v, bias, relative and what score_mod closes over and gives to torch functions, twice, and
-    (slower, in one piece) under `torch.func`.
+    Gradient: to q, k, v, bias, relative, sinks and what score_mod closes over and gives to torch functions, twice,
+    and (slower, in one piece) under `torch.func`.
     Cost: time of the pairs that meet; of a window or chunks, those in reach. Kept for backward: q, k, v, the output and
     a number for each query and head, and the tensors of the scores as they came; an array is kept as a view. Second
     derivatives and transforms make all weights.
@@ -155,7 +160,7 @@ def attention(
         ValueError: shapes, heads or lens that do not fit; a mask that does not fit or comes with `causal`, `window` or
             `chunk`; options that arrays do not take; numbers out of range.
 
-    Source: Vaswani et al. 2017; for how it stays within O(N), `engine.py`.
+    Source: Vaswani et al. 2017; sinks: Agarwal et al. 2025 (gpt-oss); for how it stays within O(N), `engine.py`.
 
     Example:
         >>> p = tl.PackedTensor(torch.randn(5, 2, 8), [3, 2])  # two rows (T*, heads, D)
@@ -163,23 +168,25 @@ def attention(
         torch.Size([5, 2, 8])
     """
     scale = None if scale is None else number(scale, "scale", "; scale q by a tensor")
-    options = Options(window, chunk, left_chunks, softcap, bias, relative, score_mod, dropout)
     if _is_step(q, k, v):
-        _refuse_for_arrays(block_mask, options)
+        _refuse_for_arrays(block_mask, (chunk, left_chunks, relative, score_mod))
         arguments.dense_tensor(q, "q")
         given = engine.default_scale(q.shape[-1] if q.dim() else 0) if scale is None else scale
-        out = arrays.attend(q, k, v, arrays.read_rules(given, causal, starts, window, bias, softcap, dropout))
+        sight = read_numbers(given, causal, window, softcap, dropout, first=starts, bias=bias, sinks=sinks)
+        out = arrays.attend(q, k, v, sight)
         if out is not NotImplemented:
             return out
-        options = Options()
+        causal, window, softcap, dropout, bias, sinks = False, None, None, 0.0, None, None
     elif starts is not None:
         raise WrongValue("starts= is for TensorArrays k and v; elsewhere rows of a PackedTensor need none")
     inputs = _read(q, k, v)
     inputs = inputs._replace(q=autocast(inputs.q), k=autocast(inputs.k), v=autocast(inputs.v))
     check_parts([Facts(x.shape, x.dtype, x.device) for x in (inputs.q, inputs.k, inputs.v)])
-    near = options.near()
+    scale = engine.default_scale(inputs.q.shape[-1]) if scale is None else scale
+    more: Any = {"chunk": chunk, "left_chunks": left_chunks, "blocks": block_mask, "ends": False}
+    sight = read_numbers(scale, causal, window, softcap, dropout, **more)
     if block_mask is not None:
-        _check_mask(block_mask, inputs, causal, near)
+        _check_mask(block_mask, inputs, sight)
     elif inputs.rows is None and not inputs.arrays and _has_heads_first(inputs.q, inputs.k, inputs.v):
         warnings.warn(
             f"attention: q {tuple(q.shape)} is taken as {q.shape[1]} tokens of {q.shape[2]} heads, (B, T, heads, D). "
@@ -187,25 +194,28 @@ def attention(
             "result",
             stacklevel=3,
         )
-    width = inputs.q.shape[-1]
-    scale = engine.default_scale(width) if scale is None else scale
-    task = Task(scale, bool(causal), blocks=block_mask, near=near, scoring=options.scoring(q, inputs.q, inputs.longest))
+    sight = read_tensors(sight, q, inputs.q, inputs.longest, bias, relative, score_mod, sinks)
+    return inputs.give(_attend(inputs, sight))
+
+
+def _attend(inputs: "_Inputs", sight: Sight) -> Tensor:
+    """By a kernel for a GPU, if there is one, or by the engine."""
     parts = inputs.q, inputs.k, inputs.v
-    out = gpu.attend(*parts, task, inputs.rows) if parts[0].is_cuda else None
-    if out is None:
-        if inputs.rows is not None:
-            of_q, of_k = inputs.rows
-            offsets = of_q._host_offsets.tolist()
-            same = of_q.same(of_k)
-            task = task._replace(q_offsets=offsets, k_offsets=offsets if same else of_k._host_offsets.tolist())
-        out = engine.attend(*parts, task)
-    return inputs.give(out)
+    out = gpu.attend(*parts, sight, inputs.rows) if parts[0].is_cuda else None
+    if out is not None:
+        return out
+    if inputs.rows is not None:
+        of_q, of_k = inputs.rows
+        offsets = of_q._host_offsets.tolist()
+        same = of_q.same(of_k)
+        sight = sight._replace(offsets=(offsets, offsets if same else of_k._host_offsets.tolist()))
+    return engine.attend(*parts, sight)
 
 
-def _refuse_for_arrays(block_mask: Any, options: Options) -> None:
+def _refuse_for_arrays(block_mask: Any, others: tuple[Any, ...]) -> None:
     if block_mask is not None:
         raise WrongValue("block_mask with TensorArrays: starts=, window= and causal= say what is seen of their slots")
-    if not (options.chunk is options.left_chunks is options.relative is options.score_mod is None):
+    if any(x is not None for x in others):
         raise WrongValue(
             "chunk=, left_chunks=, relative= and score_mod= with TensorArrays: starts= and window= say what is seen of "
             "their slots, and bias= is added to scores"
@@ -299,15 +309,15 @@ def _read_step(q: Any, k: TensorArray, v: TensorArray) -> _Inputs:
     return _Inputs(q.reshape(count, 1, *q.shape[-2:]), keys, values, q, arrays=True)
 
 
-def _check_mask(mask: Any, inputs: _Inputs, causal: bool, near: Any) -> None:
+def _check_mask(mask: Any, inputs: _Inputs, sight: Sight) -> None:
     if not all(hasattr(mask, name) for name in ("kv_num_blocks", "kv_indices", "mask_mod", "BLOCK_SIZE")):
         raise WrongType(
             f"block_mask must be a BlockMask, as flex_attention's create_block_mask makes, "
             f"got {arguments.describe(mask)}"
         )
-    if causal:
+    if sight.causal:
         raise WrongValue("both causal=True and block_mask; put it in the mask, with and_masks(causal, ...)")
-    if near is not None:
+    if sight.near:
         raise WrongValue("both window= or chunk= and block_mask; put it in the mask, with and_masks")
     if mask.kv_num_blocks.device != inputs.q.device:
         raise WrongValue(f"block_mask is on {mask.kv_num_blocks.device}, q on {inputs.q.device}; move it with .to()")

@@ -17,7 +17,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from tensorloop.attention.strips import Strip, Task
+from tensorloop.attention.strips import Strip
+from tensorloop.kernels.sight import Sight
 
 _PAIRS = 1 << 18  # of queries and keys in a strip: what their mask takes in bytes, and its numbers four times
 _SPARE = 8  # blocks of queries are computed together until the keys of one are this part fewer than those of another
@@ -170,16 +171,16 @@ class BlockGroup(NamedTuple):
         return ((allowed | sure[:, None]) & inside[:, None])[:, None]
 
 
-def cut_blocks(task: Task, q: Tensor, k: Tensor) -> Iterator[Strip]:
-    """The strips of a task with a block mask; queries without keys, whose output is 0, are left out."""
-    if task.q_offsets is None or task.k_offsets is None:
+def cut_blocks(sight: Sight, q: Tensor, k: Tensor) -> Iterator[Strip]:
+    """The strips of what a block mask shows; queries without keys, whose output is 0, are left out."""
+    if sight.offsets is None:
         if q.shape[0] * q.shape[1] * k.shape[1]:
-            yield from _cut_rows(task.blocks, q, k, (0, q.shape[1]), (0, k.shape[1]), None)
+            yield from _cut_rows(sight.blocks, q, k, (0, q.shape[1]), (0, k.shape[1]), None)
         return
-    for b in range(len(task.q_offsets) - 1):
-        of_q, of_k = task.q_offsets[b : b + 2], task.k_offsets[b : b + 2]
+    for b in range(len(sight.offsets[0]) - 1):
+        of_q, of_k = (offsets[b : b + 2] for offsets in sight.offsets)
         if of_q[1] > of_q[0] and of_k[1] > of_k[0]:
-            yield from _cut_rows(task.blocks, q, k, of_q, of_k, b)
+            yield from _cut_rows(sight.blocks, q, k, of_q, of_k, b)
 
 
 def _cut_rows(

@@ -25,10 +25,11 @@ from tensorloop._torch import transforms
 from tensorloop._torch.autocast import autocasts
 from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention.blocks import BlockTable, cut_blocks
-from tensorloop.attention.products import attend_strip, attend_strip_backward, group, widen
-from tensorloop.attention.scored import Scorer, score_all
-from tensorloop.attention.scores import Scoring
-from tensorloop.attention.strips import Strip, Task, cut, fill_bucket, make_row_mask, shorten
+from tensorloop.attention.scored import StripTensors
+from tensorloop.attention.strips import Strip, cut, fill_bucket, find_hidden, make_row_mask, shorten
+from tensorloop.kernels import scores
+from tensorloop.kernels.scores import Attended, widen
+from tensorloop.kernels.sight import Sight, drain, drain_grad, visible
 
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -36,58 +37,57 @@ _WEIGHTS = 1 << 24  # attention weights that matrix products may make at a time
 _CACHED = 1 << 20  # and on the CPU, where a dozen operations go over them
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """(B, T, heads, Dv) of q (B, T, heads, D), k (B, S, heads_kv, D), v (B, S, heads_kv, Dv); packed: B = 1.
 
-    Gradient: to q, k and v, twice differentiable. Cost: time of the pairs that meet; keeps q, k, v, the output and
-    one number for each query and head.
+    Gradient: to q, k, v and what `sight` has, twice differentiable. Cost: time of the pairs that meet; keeps q, k, v,
+    the output and one number for each query and head.
     """
-    for x, offsets in ((q, task.q_offsets), (k, task.k_offsets), (v, task.k_offsets)):
+    of_q, of_k = sight.offsets or (None, None)
+    for x, offsets in ((q, of_q), (k, of_k), (v, of_k)):
         if offsets is not None and offsets[-1] != x.shape[1]:  # kernels would divide by zero, which ends the process
             raise WrongValue(f"lens sum to {offsets[-1]}, but there are {x.shape[1]} values")
     if transforms.maybe_level() is not None or transforms.forward_mode():
-        return whole(q, k, v, task)
-    if task.scoring is not None:
-        scoring: Scoring = task.scoring
-        task = task._replace(scoring=scoring.with_tensors([None] * len(scoring.tensors)))
-        return _Attend.apply(q, k, v, task, *scoring.tensors)  # pyright: ignore[reportReturnType]
-    if task.causal and task.scale <= 0:  # kernels hide keys by a score of -inf before they multiply with the scale
-        q, task = q * task.scale, task._replace(scale=1.0)
-    if q.device.type != "cpu":
-        return _Attend.apply(q, k, v, task)  # pyright: ignore[reportReturnType]
+        return whole(q, k, v, sight)
+    if sight.causal and sight.scale <= 0 and not sight.scored:  # kernels hide keys by -inf before they multiply with it
+        q, sight = q * sight.scale, sight._replace(scale=1.0)
     width, of_values = q.shape[-1], v.shape[-1]
-    if width != of_values:  # the flash kernel wants them equal; zeros change no score and are cut off again
-        q, k, v = (torch.nn.functional.pad(x, (0, max(width, of_values) - x.shape[-1])) for x in (q, k, v))
-    q, k, v = (_unit_stride(x) for x in (q, k, v))
-    out: Tensor = _Attend.apply(q, k, v, task)  # pyright: ignore[reportAssignmentType]
-    return out[..., :of_values] if width > of_values else out
+    if _by_flash(q, sight):
+        if width != of_values:  # the kernel wants them equal; zeros change no score and are cut off again
+            q, k, v = (torch.nn.functional.pad(x, (0, max(width, of_values) - x.shape[-1])) for x in (q, k, v))
+        q, k, v = (_unit_stride(x) for x in (q, k, v))
+    bare, more = sight.with_tensors([None] * len(sight.tensors)), (sight.sinks, *sight.tensors)
+    bare = bare if sight.sinks is None else bare._replace(sinks=None)
+    out: Tensor = _Attend.apply(q, k, v, bare, *more)  # pyright: ignore[reportAssignmentType]
+    return out[..., :of_values] if out.shape[-1] > of_values else out
 
 
 class _Attend(torch.autograd.Function):
-    """(q, k, v, the tensors of a scoring) -> output"""
+    """(q, k, v, sinks, the tensors of a sight) -> output"""
 
     @staticmethod
-    def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, task: Task, *more: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
+        ctx: Any, q: Tensor, k: Tensor, v: Tensor, sight: Sight, sinks: Tensor | None, *more: Tensor | None
+    ) -> Tensor:
         with without_autocast(q):
-            out, lse = _forward(q, k, v, _with_tensors(task, more))
-        ctx.task = task
-        ctx.save_for_backward(q, k, v, out, lse, *more)
+            out, lse = _forward(q, k, v, sight.with_tensors(more))
+            if sinks is not None:
+                out, lse = drain(out, lse, sinks)
+        ctx.sight = sight
+        ctx.save_for_backward(q, k, v, out, lse, sinks, *more)
         return out
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        q, k, v, out, lse, *more = ctx.saved_tensors
+        q, k, v, out, lse, sinks, *more = ctx.saved_tensors
         with without_autocast(q):
             if is_differentiated(grad):
-                dq, dk, dv, *rest = differentiate(partial(_whole, ctx.task), (q, k, v, *more), grad)
+                dq, dk, dv, *rest = differentiate(partial(_whole, ctx.sight), (q, k, v, sinks, *more), grad)
                 return dq, dk, dv, None, *rest
-            task = _with_tensors(ctx.task, more)
-            dq, dk, dv, *rest = _backward(_unit_stride(grad), q, k, v, out, lse, task)
-            return dq, dk, dv, None, *rest
-
-
-def _with_tensors(task: Task, more: Sequence[Tensor | None]) -> Task:
-    return task if task.scoring is None else task._replace(scoring=task.scoring.with_tensors(more))
+            sight = ctx.sight.with_tensors(more)
+            dq, dk, dv, *rest = _backward(_unit_stride(grad), Attended(q, k, v, out, lse), sight)
+            of_sinks = None if sinks is None else drain_grad(grad, out, lse, sinks)
+            return dq, dk, dv, None, of_sinks, *rest
 
 
 def _unit_stride(x: Tensor) -> Tensor:
@@ -99,62 +99,71 @@ def without_autocast(x: Tensor) -> AbstractContextManager[object]:
     return torch.autocast(x.device.type, enabled=False) if autocasts(x) else nullcontext()
 
 
-def _forward(q: Tensor, k: Tensor, v: Tensor, task: Task) -> tuple[Tensor, Tensor]:
-    """The output, and the log-sum-exp of the scores (B, T, heads): 0 where a query sees nothing."""
+def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
+    """The output, and the log-sum-exp of the scores (B, T, heads): 0 where a query sees nothing; without sinks."""
     out, lse = _Target((*q.shape[:3], v.shape[-1]), q, q.dtype), _Target((*q.shape[:3], 1), q, widen(q.dtype))
-    compute = _flash if _has_flash(q) else attend_strip
-    if task.scoring is not None:
-        compute = Scorer(task.scoring, q).forward
-    for strip in _strips_for(q, k, task):
-        got, logs = compute(*_take_all(strip, q, k, v), strip, task.scale)
+    flash, tensors = _by_flash(q, sight), StripTensors(sight, q)
+    for strip in _strips_for(q, k, sight):
+        parts = _take(q, strip.q), _take(k, strip.k), _take(v, strip.k)
+        if flash:
+            got, logs = _FLASH(*parts, 0.0, strip.causal, attn_mask=_make_bias(strip, q), scale=sight.scale)
+        else:
+            got, logs = scores.attend(*parts, *tensors.take(strip), _hide(strip, parts))
         out.add(strip.q, got.transpose(1, 2))
         lse.add(strip.q, logs.transpose(1, 2)[..., None])
     return out.result(), lse.result()[..., 0]
 
 
-def _backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, task: Task
-) -> tuple[Tensor | None, ...]:
-    """The gradients of q, k and v and of the tensors of a scoring, from what `_forward` gave and that of its output."""
-    scorer = None if task.scoring is None else Scorer(task.scoring, q)
-    flash = _has_flash(q) and scorer is None
-    sums = q.dtype if flash and not task.overlaps else widen(q.dtype)
-    meet = task.overlaps or not flash  # gradients of a key from several strips
+def _backward(grad: Tensor, given: Attended, sight: Sight) -> tuple[Tensor | None, ...]:
+    """The gradients of q, k and v and of the tensors of a sight, from what `_forward` gave and that of its output."""
+    q, k, v, out, lse = given
+    flash, tensors = _by_flash(q, sight), StripTensors(sight, q)
+    overlaps = sight.blocks is not None or sight.near or sight.scored  # a key may be in several strips
+    sums = q.dtype if flash and not overlaps else widen(q.dtype)
+    meet = overlaps or not flash  # gradients of a key from several strips
     grads = [_Target(q.shape, q, q.dtype), *(_Target(x.shape, x, sums, meet) for x in (k, v))]
-    compute = scorer.backward if scorer is not None else _flash_backward if flash else attend_strip_backward
-    for strip in _strips_for(q, k, task):
-        q_, k_, v_ = _take_all(strip, q, k, v)
+    for strip in _strips_for(q, k, sight):
         # What is behind the end of a row has a gradient of 0, so that it adds nothing to those of keys.
-        grad_ = grad.transpose(1, 2) if strip.q is None else strip.q.take_padded(grad).transpose(1, 2)
-        out_, lse_ = _take(out, strip.q), _take(lse[..., None], strip.q)[..., 0]
-        parts = compute(grad_, q_, k_, v_, out_, lse_, strip, task.scale)
-        for into, place, part in zip(grads, (strip.q, strip.k, strip.k), parts, strict=True):
-            into.add(place, part.transpose(1, 2))
-    found = (into.result().to(x.dtype) for into, x in zip(grads, (q, k, v), strict=True))
-    return *found, *(() if scorer is None else scorer.results())
+        coming = (grad if strip.q is None else strip.q.take_padded(grad)).transpose(1, 2)
+        logs = _take(lse[..., None], strip.q)[..., 0]
+        parts = _take(q, strip.q), _take(k, strip.k), _take(v, strip.k), _take(out, strip.q), logs
+        if flash:
+            bias = _make_bias(strip, q)
+            found = _FLASH_BACKWARD(coming, *parts, 0.0, strip.causal, attn_mask=bias, scale=sight.scale)
+        else:
+            here, places = tensors.take(strip)
+            *found, more = scores.attend_grad(coming, Attended(*parts), here, places, _hide(strip, parts))
+            tensors.add(strip, places, more)
+        for target, x, place in zip(grads, found, (strip.q, strip.k, strip.k), strict=True):
+            target.add(place, x.transpose(1, 2))
+    return *(target.result().to(q.dtype) for target in grads), *tensors.results()
 
 
 def _has_flash(q: Tensor) -> bool:
     return q.device.type == "cpu"
 
 
-def _strips_for(q: Tensor, k: Tensor, task: Task) -> Iterator[Strip]:
-    flash = _has_flash(q) and task.scoring is None
+def _by_flash(q: Tensor, sight: Sight) -> bool:
+    return _has_flash(q) and not sight.scored
+
+
+def _strips_for(q: Tensor, k: Tensor, sight: Sight) -> Iterator[Strip]:
+    flash = _by_flash(q, sight)
     if not q.shape[2] or (flash and not q.shape[3]):
         return iter(())  # the output is empty
-    found = iter(cut(task, q, k) if task.blocks is None else cut_blocks(task, q, k))
-    if flash and task.near is None:
+    found = iter(cut(sight, q, k) if sight.blocks is None else cut_blocks(sight, q, k))
+    if flash and not sight.near:
         return found
-    return shorten(found, task, q, k, _WEIGHTS if q.device.type != "cpu" or task.scoring is None else _CACHED)
-
-
-def _take_all(strip: Strip, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """What meets in a strip: (G, heads, L, D), (G, heads_kv, S, D), (G, heads_kv, S, Dv)."""
-    return _take(q, strip.q), _take(k, strip.k), _take(v, strip.k)
+    return shorten(found, sight, q, k, _WEIGHTS if q.device.type != "cpu" or not sight.scored else _CACHED)
 
 
 def _take(x: Tensor, place: Any) -> Tensor:
+    """(G, heads, L, D) of what meets in a strip."""
     return (x if place is None else place.take(x)).transpose(1, 2)
+
+
+def _hide(strip: Strip, parts: Sequence[Tensor]) -> Tensor | None:
+    return find_hidden(strip, (parts[0].shape[2], parts[1].shape[2]), parts[0].device)
 
 
 class _Target:
@@ -178,19 +187,6 @@ class _Target:
         return self._whole
 
 
-# -- a strip on the CPU
-
-
-def _flash(q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-    return _FLASH(q, k, v, 0.0, strip.causal, attn_mask=_make_bias(strip, q), scale=scale)
-
-
-def _flash_backward(
-    grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, strip: Strip, scale: float
-) -> tuple[Tensor, Tensor, Tensor]:
-    return _FLASH_BACKWARD(grad, q, k, v, out, lse, 0.0, strip.causal, attn_mask=_make_bias(strip, q), scale=scale)
-
-
 def _make_bias(strip: Strip, like: Tensor) -> Tensor | None:
     """The mask as numbers to add to scores."""
     if strip.mask is None:
@@ -202,45 +198,33 @@ def _make_bias(strip: Strip, like: Tensor) -> Tensor | None:
 # -- in one piece, with all weights: differentiable as often as anybody likes
 
 
-def _whole(task: Task, q: Tensor, k: Tensor, v: Tensor, *more: Tensor | None) -> Tensor:
-    return whole(q, k, v, _with_tensors(task, more))
+def _whole(sight: Sight, q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, *more: Tensor | None) -> Tensor:
+    return whole(q, k, v, sight.with_tensors(more)._replace(sinks=sinks))
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """Attends by the formula, in ordinary operations: transforms and higher derivatives go through. O(T S) bytes."""
-    dtype, tokens, scoring = q.dtype, None, task.scoring
-    if task.q_offsets is not None and task.k_offsets is not None:
-        every = range(len(task.q_offsets) - 1)
-        tokens, keys = (fill_bucket(x, every, q.device) for x in (task.q_offsets, task.k_offsets))
+    tokens, queries, table = None, sight.queries, sight.table
+    if sight.offsets is not None:
+        tokens, keys = (fill_bucket(x, range(len(x) - 1), q.device) for x in sight.offsets)
         q, k, v = tokens.take_padded(q), keys.take_padded(k), keys.take_padded(v)
-        if scoring is not None and scoring.queries is not None:
-            scoring = scoring._replace(queries=tokens.take_padded(scoring.queries))
-    q, k, v = group(*(x.transpose(1, 2) for x in (q, k, v)))
-    products = q @ k.transpose(-1, -2)
-    scores, factors, hidden = products * task.scale, None, ~_make_mask(task, products)
-    if scoring is not None:
-        flat, factors = score_all(products.flatten(1, 2), scoring, task.scale)
-        scores, factors = flat.view_as(products), None if factors is None else factors.view_as(products)
-        hidden = hidden | (scores == -torch.inf)
-        scores = scores.masked_fill(hidden, 0)
-    # A row that sees nothing must not meet -inf: the gradient of its softmax would be NaN.
-    weights = torch.softmax(torch.where(hidden & ~hidden.all(-1, keepdim=True), -torch.inf, scores), -1)
-    weights = torch.where(hidden, 0, weights)
-    out = ((weights if factors is None else weights * factors) @ v).flatten(1, 2).transpose(1, 2).to(dtype)
+        queries = None if queries is None else tokens.take_padded(queries)
+    if queries is not None and table is not None:
+        places = scores.ScorePlaces.dense((1, 1, q.shape[1], k.shape[1]), q.device)
+        sight = sight._replace(queries=queries.transpose(1, 2), table=table[scores.select_rows(table, places)])
+    hidden, (q, k, v) = ~_see(sight, q, k.shape[1]), (x.transpose(1, 2) for x in (q, k, v))
+    out = scores.formula(q, k, v, sight, hidden).transpose(1, 2)
     return out if tokens is None else tokens.of_tokens(out)[None]
 
 
-def _make_mask(task: Task, scores: Tensor) -> Tensor:
-    """Bool, which broadcasts to scores (B, heads_kv, group, T, S): what each query sees."""
-    n, m = scores.shape[-2:]
-    i, j = (torch.arange(x, device=scores.device) for x in (n, m))
-    sees = task.sees(i[:, None], j)[None, None]
-    if task.k_offsets is not None:
-        rows = range(len(task.k_offsets) - 1)
-        sees = sees & make_row_mask(Task(1.0), task.k_offsets, rows, n, m, scores.device)
-    if task.blocks is not None:
-        sees = sees & BlockTable(task.blocks, m).dense(n, scores.device)
-    return sees.unflatten(1, (scores.shape[1], -1)) if sees.shape[1] > 1 else sees[:, None]
+def _see(sight: Sight, q: Tensor, m: int) -> Tensor:
+    """(B or 1, heads or 1, T, S) bool: what each query sees."""
+    n = q.shape[1]
+    sees = visible(len(q), n, m, sight, q.device)[:, None]
+    if sight.offsets is not None:
+        rows = range(len(sight.offsets[1]) - 1)
+        sees = sees & make_row_mask(Sight(causal=False), sight.offsets[1], rows, n, m, q.device)
+    return sees if sight.blocks is None else sees & BlockTable(sight.blocks, m).dense(n, q.device)
 
 
 def default_scale(width: int) -> float:

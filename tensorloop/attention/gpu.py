@@ -14,23 +14,23 @@ from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
 from tensorloop._torch import transforms
-from tensorloop.attention.strips import Task
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed.rows.dim import Dim
 
 _HALF = frozenset({torch.float16, torch.bfloat16})
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, task: Task, rows: tuple[Dim, Dim] | None) -> Tensor | None:
+def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, rows: tuple[Dim, Dim] | None) -> Tensor | None:
     """Attends by torch's kernels; `rows` are the dims of packed q and k. None if torch cannot."""
     if transforms.maybe_level() is not None or transforms.forward_mode() or not all(x.numel() for x in (q, k, v)):
         return None
-    if task.near is not None or task.scoring is not None:
+    if sight.near or sight.scored or sight.sinks is not None:
         return None
     if rows is not None:
-        return variable_length(q, k, v, task, *rows) if _has_variable_length(q, v, task, *rows) else None
-    if task.blocks is not None:
-        return flex(q, k, v, task, _compiled_flex()) if find_spec("triton") else None
-    return dense(q, k, v, task) if _has_dense(q, k) else None
+        return variable_length(q, k, v, sight, *rows) if _has_variable_length(q, v, sight, *rows) else None
+    if sight.blocks is not None:
+        return flex(q, k, v, sight, _compiled_flex()) if find_spec("triton") else None
+    return dense(q, k, v, sight) if _has_dense(q, k) else None
 
 
 def _has_dense(q: Tensor, k: Tensor) -> bool:
@@ -38,19 +38,19 @@ def _has_dense(q: Tensor, k: Tensor) -> bool:
     return q.dtype in _HALF or (q.dtype is torch.float32 and q.shape[2] == k.shape[2])
 
 
-def dense(q: Tensor, k: Tensor, v: Tensor, task: Task) -> Tensor:
+def dense(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """By `scaled_dot_product_attention`, whose `is_causal` aligns first positions too."""
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=task.causal, scale=task.scale, enable_gqa=shared)
+    out = scaled_dot_product_attention(q, k, v, is_causal=sight.causal, scale=sight.scale, enable_gqa=shared)
     return out.transpose(1, 2)
 
 
-def flex(q: Tensor, k: Tensor, v: Tensor, task: Task, function: Any) -> Tensor:
+def flex(q: Tensor, k: Tensor, v: Tensor, sight: Sight, function: Any) -> Tensor:
     """By `flex_attention`, here `function`: compiled, or as it is."""
     shared = q.shape[2] != k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = function(q, k, v, block_mask=task.blocks, scale=task.scale, enable_gqa=shared)
+    out = function(q, k, v, block_mask=sight.blocks, scale=sight.scale, enable_gqa=shared)
     return out.transpose(1, 2)
 
 
@@ -61,24 +61,24 @@ def _compiled_flex() -> Any:
     return torch.compile(flex_attention)
 
 
-def _has_variable_length(q: Tensor, v: Tensor, task: Task, of_q: Dim, of_k: Dim) -> bool:
+def _has_variable_length(q: Tensor, v: Tensor, sight: Sight, of_q: Dim, of_k: Dim) -> bool:
     # The kernel aligns the last positions; those of rows as long in keys as in queries are aligned both ways.
-    aligned = not task.causal or of_q.same(of_k)
+    aligned = not sight.causal or of_q.same(of_k)
     narrow = q.shape[-1] == v.shape[-1] <= 256 and q.shape[-1] % 8 == 0
-    return task.blocks is None and q.dtype in _HALF and narrow and aligned
+    return sight.blocks is None and q.dtype in _HALF and narrow and aligned
 
 
-def variable_length(q: Tensor, k: Tensor, v: Tensor, task: Task, of_q: Dim, of_k: Dim) -> Tensor:
+def variable_length(q: Tensor, k: Tensor, v: Tensor, sight: Sight, of_q: Dim, of_k: Dim) -> Tensor:
     """By `varlen_attn` of packed (1, N, heads, D)."""
     from torch.nn.attention.varlen import varlen_attn
 
     cu_q, cu_k = (dim._offsets.to(torch.int32) for dim in (of_q, of_k))
-    window, shared = (-1, 0) if task.causal else (-1, -1), q.shape[2] != k.shape[2]
+    window, shared = (-1, 0) if sight.causal else (-1, -1), q.shape[2] != k.shape[2]
     out = varlen_attn(
         *(q[0], k[0], v[0], cu_q, cu_k),
         max_q=of_q.max_len,
         max_k=of_k.max_len,
-        scale=task.scale,
+        scale=sight.scale,
         window_size=window,
         enable_gqa=shared,
     )

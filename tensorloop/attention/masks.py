@@ -16,15 +16,9 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch.transforms import is_batched
 from tensorloop._torch.versions import version_of
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.base import Packed, PackedView
-
-
-class Mask(NamedTuple):
-    """What a mask comes to: that no query sees a later key, and numbers to add to scores, (B, heads, T, S) or less."""
-
-    causal: bool = False
-    bias: Tensor | None = None
 
 
 class _ReadFor(NamedTuple):
@@ -48,19 +42,21 @@ class _Reading(NamedTuple):
     version: object
     seen: Tensor | None  # its numbers: on the CPU NumPy and `.data` change them, and no version counts that
     key: tuple[object, ...]
-    found: Mask
+    found: Sight
 
 
 _READ: dict[int, _Reading] = {}  # by the id of the mask, while that is alive
 
 
-def read_mask(mask: Any, rows: Dim, columns: Dim, heads: int, dtype: torch.dtype, what: str = "attn_mask") -> Mask:
+def read_mask(mask: Any, rows: Dim, columns: Dim, heads: int, dtype: torch.dtype, what: str = "attn_mask") -> Sight:
     """What a mask of the longest rows, or a packed one, says of the queries `rows` and the keys `columns`.
+
+    That no query sees a later key, or numbers to add to scores, (B, heads, T, S) or less; or nothing.
 
     Raises: TypeError (neither bool nor float), ValueError (sizes that do not fit; it shows keys behind a row's end).
     """
     if mask is None:
-        return Mask()
+        return Sight(causal=False)
     place = _ReadFor(rows, columns, heads, dtype)
     if isinstance(mask, (Packed, PackedView)):
         return _read(_pad(mask), place, what)
@@ -91,7 +87,7 @@ def _pad(mask: Any) -> Tensor:
     return mask.pad(0 if mask.dtype is torch.bool else -torch.inf)
 
 
-def _read(mask: Tensor, place: _ReadFor, what: str) -> Mask:
+def _read(mask: Tensor, place: _ReadFor, what: str) -> Sight:
     shape = len(place.rows), place.heads, place.rows.max_len, place.columns.max_len
     if mask.dtype is not torch.bool and not mask.is_floating_point():
         raise WrongType(f"{what} must be of bools or floats, got {mask.dtype}; write mask.bool()")
@@ -104,7 +100,7 @@ def _read(mask: Tensor, place: _ReadFor, what: str) -> Mask:
     mask = mask[(None,) * (4 - mask.dim())]
     bias = _as_bias(mask, place.dtype)
     if mask.requires_grad or is_batched(mask):
-        return Mask(bias=bias)
+        return Sight(causal=False, bias=bias)
     return _look(mask, place, what, bias)
 
 
@@ -115,7 +111,7 @@ def _as_bias(mask: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 @torch.no_grad()
-def _look(mask: Tensor, place: _ReadFor, what: str, bias: Tensor) -> Mask:
+def _look(mask: Tensor, place: _ReadFor, what: str, bias: Tensor) -> Sight:
     if mask.dtype is torch.bool:
         shown, hidden = mask, ~mask
     else:  # half of the lowest number, added to any score, leaves a weight of 0 beside one that is shown
@@ -127,13 +123,13 @@ def _look(mask: Tensor, place: _ReadFor, what: str, bias: Tensor) -> Mask:
     if mask.shape[0] > 1 and mask.shape[1:3] == (1, 1) and bool((shown | hidden).all()):
         _refuse_contradiction(shown[:, 0, 0], real_j, what)
     if bool((shown | ~real).all()):
-        return Mask()
+        return Sight(causal=False)
     i, j = (torch.arange(n, device=mask.device) for n in mask.shape[2:])
     past = j <= i[:, None]
     full = tuple(mask.shape[2:]) == (place.rows.max_len, place.columns.max_len)
     if full and bool((torch.where(past, shown, hidden) | ~real).all()):
-        return Mask(causal=True)
-    return Mask(bias=bias)
+        return Sight()
+    return Sight(causal=False, bias=bias)
 
 
 def _real(dim: Dim, size: int) -> Tensor:

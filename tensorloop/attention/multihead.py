@@ -9,7 +9,8 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.attention import sdpa
-from tensorloop.attention.masks import Mask, read_mask
+from tensorloop.attention.masks import read_mask
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed.table.base import Packed, PackedView, refusal
 from tensorloop.packed.table.layout import layout_of, see, unwrap
 
@@ -78,7 +79,7 @@ def _project(x: Any, weight: Tensor, bias: Tensor | None, heads: int) -> Any:
     return F.linear(x, weight, bias).unflatten(-1, (heads, -1)).permute(1, 2, 0, 3)
 
 
-def _read_masks(attn_mask: Any, padding: Any, parts: list[Any], causal: bool) -> Mask:
+def _read_masks(attn_mask: Any, padding: Any, parts: list[Any], causal: bool) -> Sight:
     rows, columns, heads = parts[0].packed._dim, parts[1].packed._dim, parts[0].packed.values.shape[1]
     dtype = parts[0].packed.values.dtype
     if isinstance(attn_mask, Tensor) and attn_mask.dim() == 3:
@@ -91,7 +92,7 @@ def _read_masks(attn_mask: Any, padding: Any, parts: list[Any], causal: bool) ->
     second = read_mask(padding, rows, columns, heads, dtype, "key_padding_mask")
     biases = [m.bias for m in (first, second) if m.bias is not None]
     bias = biases[0] if len(biases) == 1 else biases[0] + biases[1] if biases else None
-    return Mask(first.causal or second.causal or causal, bias)
+    return Sight(causal=first.causal or second.causal or causal, bias=bias)
 
 
 def _seen(mask: Any) -> Any:
@@ -99,7 +100,7 @@ def _seen(mask: Any) -> Any:
     return ~mask if mask is not None and mask.dtype is torch.bool else mask
 
 
-def _by_weights(q: Any, k: Any, v: Any, mask: Mask, dropout: float) -> tuple[Any, Any]:
+def _by_weights(q: Any, k: Any, v: Any, mask: Sight, dropout: float) -> tuple[Any, Any]:
     """What the queries see, and the weights, (B, heads, T, S)."""
     scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)
     if mask.bias is not None:

@@ -8,7 +8,7 @@ and 2.13: `aten._softmax_backward_data`.
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.past import Sight, sees_all
+from tensorloop.kernels.sight import Sight, sees_all
 
 _softmax_grad = torch.ops.aten._softmax_backward_data.default
 
@@ -17,8 +17,7 @@ def fits(q: Tensor, slots: int, sight: Sight) -> bool:
     """Whether q (B, 1, heads, D) and what it sees are of this kind; for halves torch has better kernels."""
     if q.device.type == "cpu" or q.shape[1] != 1 or q.dtype not in (torch.float32, torch.float64):
         return False
-    bare = not sight.softcap and not sight.dropout and sight.bias is sight.sinks is None
-    return bare and sees_all(1, slots, sight)
+    return not sight.scored and sight.sinks is None and sees_all(1, slots, sight)
 
 
 def forward(q: Tensor, k: Tensor, v: Tensor, scale: float) -> Tensor:

@@ -17,7 +17,8 @@ from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop._torch.transforms import forward_ad, maybe_level
 from tensorloop.attention import engine, one_query
 from tensorloop.kernels import find
-from tensorloop.kernels.past import Sight, drain, drain_grad, whole
+from tensorloop.kernels.scores import whole
+from tensorloop.kernels.sight import Sight, drain, drain_grad
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
@@ -39,9 +40,8 @@ def attend_past(q: Tensor, keys: TensorArray, values: TensorArray, sight: Sight,
     if scope.here.recorder is None:
         return _attend_buffers(q, k, v, sight, start)
     q = q.view_as(q)  # a use that the recorder sees, as it must of all that is given
-    if sight.bias is not None or sight.sinks is not None:
-        bias, sinks = (None if x is None else x.view_as(x) for x in (sight.bias, sight.sinks))
-        sight = sight._replace(bias=bias, sinks=sinks)
+    bias, sinks = (None if x is None else x.view_as(x) for x in (sight.bias, sight.sinks))
+    sight = sight.having(bias, sinks)
     with scope.unrecorded():
         return _attend_buffers(q, k, v, sight, start)
 
@@ -53,8 +53,7 @@ def _attend_buffers(q: Tensor, k: Any, v: Any, sight: Sight, start: int) -> Tens
     (k_live, k_written), v_written = k.settle(), None
     try:
         v_live, v_written = v.settle()
-        bare = sight if bias is None and sinks is None else sight._replace(bias=None, sinks=None)
-        call = PastRead((k_live, v_live), start, k.length, bare)
+        call = PastRead((k_live, v_live), start, k.length, sight.having(None, None))
         out, k.token, v.token = _AttendPast.apply(call, q, bias, sinks, k.token, v.token, k_written, v_written)  # pyright: ignore[reportGeneralTypeIssues]
     except BaseException:  # the arrays stay, and so must the gradients of what was written
         for array, x in ((k, k_written), (v, v_written)):
@@ -68,8 +67,7 @@ def attend_slots(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """Attends to slots k and v (n, B, heads_kv, D) of q's dtype; they are kept for backward, too."""
     if transforms.maybe_level() is not None or transforms.forward_mode():
         return whole(q, k, v, sight)
-    bare = sight._replace(bias=None, sinks=None)
-    return _AttendSlots.apply(bare, q, sight.bias, sight.sinks, k, v)  # pyright: ignore[reportReturnType]
+    return _AttendSlots.apply(sight.having(None, None), q, sight.bias, sight.sinks, k, v)  # pyright: ignore[reportReturnType]
 
 
 def _can_read(k: Any, v: Any) -> bool:
@@ -102,10 +100,6 @@ class PastRead(NamedTuple):
         k, v = self.live
         return k.slots(self.length, self.start), v.slots(self.length, self.start)
 
-    def full(self, bias: Tensor | None, sinks: Tensor | None) -> Sight:
-        """What queries see, with their bias and sinks."""
-        return self.sight if bias is None and sinks is None else self.sight._replace(bias=bias, sinks=sinks)
-
 
 def _compute(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor | None]:
     """The output, and the log-sum-exp of the scores, if backward wants to know it."""
@@ -121,10 +115,8 @@ def _forward(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Ten
     if one_query.fits(q, len(k), sight):
         return one_query.forward(q, k, v, sight.scale), None
     kernel = find("past_attend", q, k, v)
-    if sight.sinks is None:
-        return kernel(q, k, v, sight)
-    out, lse = kernel(q, k, v, sight._replace(sinks=None))
-    return drain(out, lse, sight.sinks)
+    out, lse = kernel(q, k, v, sight)
+    return (out, lse) if sight.sinks is None else drain(out, lse, sight.sinks)
 
 
 def _add_grads(
@@ -145,7 +137,7 @@ class _AttendPast(torch.autograd.Function):
         ctx: Any, call: PastRead, q: Tensor, bias: Tensor | None, sinks: Tensor | None, *given: Tensor | None
     ) -> tuple[Tensor | None, ...]:
         ctx.set_materialize_grads(False)
-        out, lse = _compute(q, *call.slots(), call.full(bias, sinks))
+        out, lse = _compute(q, *call.slots(), call.sight.having(bias, sinks))
         ctx.call, ctx.before, ctx.leaves = call, [], []
         tokens: list[Tensor | None] = []
         for token, x, at in zip(given[:2], given[2:], call.live, strict=True):
@@ -189,7 +181,7 @@ def _reverse(call: PastRead, saved: Any, tokens: Any, grad: Tensor, grads: Any) 
     if read[0].dim() != 4:
         read = [_as_rows(x, q.shape[0]) for x in read]
     k, of_k, v, of_v = read
-    of_q, of_bias = _add_grads((q, out, lse), grad, k, v, call.full(bias, None), of_k, of_v)
+    of_q, of_bias = _add_grads((q, out, lse), grad, k, v, call.sight.having(bias, None), of_k, of_v)
     k_token, v_token = tokens
     return of_q, of_bias, [None if k_token is None else sums[0], None if v_token is None else sums[1]]
 
@@ -207,7 +199,7 @@ def _differentiate(call: PastRead, given: Any, tokens: Any, grad: Tensor, grads:
 
     def formula(q: Tensor, bias: Tensor | None, sinks: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
         k, v = (_as_rows(x, len(q)) for x in (k, v))
-        return whole(q, k, v, call.full(bias, sinks))
+        return whole(q, k, v, call.sight.having(bias, sinks))
 
     of_q, of_bias, of_sinks, *found = differentiate(formula, (*given, *slots), grad)
     sums: list[Tensor | None] = []
@@ -226,7 +218,7 @@ class _AttendSlots(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, sight: Sight, q: Tensor, bias: Any, sinks: Any, k: Tensor, v: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         with engine.without_autocast(q):
-            out, lse = _forward(q, k, v, sight._replace(bias=bias, sinks=sinks))
+            out, lse = _forward(q, k, v, sight.having(bias, sinks))
         ctx.sight = sight
         ctx.save_for_backward(q, bias, sinks, k, v, out, lse)
         return out
@@ -237,12 +229,11 @@ class _AttendSlots(torch.autograd.Function):
         if is_differentiated(grad):
 
             def formula(q: Tensor, bias: Tensor | None, sinks: Tensor | None, k: Tensor, v: Tensor) -> Tensor:
-                return whole(q, k, v, ctx.sight._replace(bias=bias, sinks=sinks))
+                return whole(q, k, v, ctx.sight.having(bias, sinks))
 
             return None, *differentiate(formula, (q, bias, sinks, k, v), grad)
         with engine.without_autocast(q):
             sums = [torch.zeros_like(x, memory_format=torch.contiguous_format) for x in (k, v)]
-            sight = ctx.sight._replace(bias=bias)
-            of_q, of_bias = _add_grads((q, out, lse), grad, k, v, sight, *sums)
+            of_q, of_bias = _add_grads((q, out, lse), grad, k, v, ctx.sight.having(bias, None), *sums)
             of_sinks = None if sinks is None else drain_grad(grad, out, lse, sinks)
         return None, of_q, of_bias, of_sinks, *sums

@@ -1,87 +1,60 @@
-"""Strips whose scores are changed: products, `scores.bend`, softmax, and backward by autograd of the scores of a strip.
+"""What strips need of the tensors of a `Sight`, and where the gradients of that go.
 
-So whatever is done to scores is differentiated as torch does it, over one strip at a time: what a strip needs of the
+Whatever is done to scores is differentiated as torch does it, over one strip at a time: what a strip needs of the
 bias, of the table of relative positions and of captured tensors gets its gradient added where it came from.
 """
 
 from typing import Any
 
-import torch
 from torch import Tensor
 
-from tensorloop.attention.products import find_hidden, group, log_sum, share_heads, widen
-from tensorloop.attention.scores import ScorePlaces, Scoring, bend, keep, select_rows
 from tensorloop.attention.strips import Span, Strip
+from tensorloop.kernels.scores import ScorePlaces, select_rows, widen
+from tensorloop.kernels.sight import Sight
 
 
-class Scorer:
-    """Computes strips of queries like q, and collects the gradients of the tensors of a scoring."""
+class StripTensors:
+    """Says what a sight is for strips of queries like q, and collects the gradients of its tensors."""
 
-    def __init__(self, scoring: Scoring, q: Tensor) -> None:
-        self._scoring, self._like = scoring, q
+    def __init__(self, sight: Sight, q: Tensor) -> None:
+        self._sight, self._like = sight, q
         self._sums: list[Tensor | None] | None = None
 
-    def forward(self, q: Tensor, k: Tensor, v: Tensor, strip: Strip, scale: float) -> tuple[Tensor, Tensor]:
-        """The output (G, heads, L, Dv) and the log-sum-exp (G, heads, L)."""
-        places = ScorePlaces.of(strip, self._like.shape, q.device)
-        scores = _score(q, k, self._take(strip, places), places, strip, scale)
-        lse = log_sum(scores)
-        weights = scores.sub_(lse).exp_()
-        if self._scoring.dropout:
-            weights *= keep(self._scoring, places, weights.dtype)
-        return _mix(weights, v), lse[..., 0]
+    def take(self, strip: Strip) -> tuple[Sight, Any]:
+        """The sight with what a strip needs of each tensor, and the places of its scores; None where not asked for."""
+        if not self._sight.scored:
+            return self._sight, None
+        (b, h), (i, j) = strip.q.entries(strip.row, self._like.shape, self._like.device), self._positions(strip)
+        places = ScorePlaces(b, h, i, j, len(i) == len(j) == 1)
+        return self._take(strip, places), places
 
-    def backward(
-        self, grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, strip: Strip, scale: float
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """The gradients of q, k and v."""
-        places = ScorePlaces.of(strip, self._like.shape, q.device)
-        with torch.enable_grad():
-            scoring = self._take(strip, places)
-            given = [x.detach().requires_grad_() for x in (q, k)]
-            more = [None if x is None else x.detach().requires_grad_() for x in scoring.tensors]
-            scores = _score(given[0], given[1], scoring.with_tensors(more), places, strip, scale)
-        weights = (scores.detach() - lse[..., None]).exp_()
-        grad, out = grad.to(weights.dtype), out.to(weights.dtype)
-        slopes = _slope(grad, v)
-        dv = weights
-        if scoring.dropout:
-            factors = keep(scoring, places, weights.dtype)
-            slopes, dv = slopes.mul_(factors), weights * factors
-        dv = torch.einsum("ghls,ghld->ghsd", dv, grad).unflatten(1, share_heads(q, k)).sum(2)
-        slopes = slopes.sub_((grad * out).sum(-1, keepdim=True)).mul_(weights)
-        leaves = [*given, *(x for x in more if x is not None)]
-        found = [None] * len(leaves)
-        if scores.requires_grad:
-            found = torch.autograd.grad(scores, leaves, slopes, allow_unused=True)
-        of_q, of_k, *of_more = found
-        of_tensors = iter(of_more)
-        self._add(strip, places, [None if x is None else next(of_tensors) for x in more])
-        of_q, of_k = (x.new_zeros(x.shape) if d is None else d for x, d in ((q, of_q), (k, of_k)))
-        return of_q, of_k, dv
+    def _positions(self, strip: Strip) -> tuple[Tensor, Tensor]:
+        q, k = (x.positions(base, self._like.device) for x, base in zip((strip.q, strip.k), strip.bases, strict=True))
+        return q, k
 
     def results(self) -> list[Tensor | None]:
-        """What was collected, for `scoring.tensors`."""
-        pairs = zip(self._gathered(), self._scoring.tensors, strict=True)
+        """What was collected, for `sight.tensors`."""
+        pairs = zip(self._gathered(), self._sight.tensors, strict=True)
         return [None if sums is None or x is None else sums.to(x.dtype) for sums, x in pairs]
 
     def _gathered(self) -> list[Tensor | None]:
         if self._sums is None:
-            given = self._scoring.tensors
+            given = self._sight.tensors
             self._sums = [None if x is None else x.new_zeros(x.shape, dtype=widen(x.dtype)) for x in given]
         return self._sums
 
-    def _take(self, strip: Strip, places: ScorePlaces) -> Scoring:
-        """What a strip needs of each tensor."""
-        bias, queries, table, *given = self._scoring.tensors
+    def _take(self, strip: Strip, places: ScorePlaces) -> Sight:
+        """The sight with what a strip needs of each tensor."""
+        bias, queries, table, *given = self._sight.tensors
         if bias is not None:
             bias = bias[_index(bias, strip, places)]
         if queries is not None and table is not None:
             queries = strip.q.take_padded(queries).transpose(1, 2)
             table = table[_rows(table, places)]
-        return self._scoring.with_tensors((bias, queries, table, *given))
+        return self._sight.with_tensors((bias, queries, table, *given))
 
-    def _add(self, strip: Strip, places: ScorePlaces, grads: list[Tensor | None]) -> None:
+    def add(self, strip: Strip, places: ScorePlaces, grads: list[Tensor | None]) -> None:
+        """Adds the gradients of what a strip was given where that came from."""
         for n, (sums, part) in enumerate(zip(self._gathered(), grads, strict=True)):
             if sums is None or part is None:
                 continue
@@ -95,38 +68,6 @@ class Scorer:
                     sums[index] += part
                 else:
                     sums.index_put_(index, part.to(sums.dtype), accumulate=True)
-
-
-def _score(q: Tensor, k: Tensor, scoring: Scoring, places: ScorePlaces, strip: Strip, scale: float) -> Tensor:
-    """The scores (G, heads, L, S), -inf where a query does not see."""
-    wide = widen(q.dtype)
-    products = group(q, k, k)
-    queries = None if scoring.queries is None else scoring.queries.to(wide)
-    scores = (products[0] @ products[1].transpose(-1, -2)).flatten(1, 2)
-    scores = bend(scores, scale, scoring._replace(queries=queries), places)
-    hidden = find_hidden(strip, scores)
-    return scores if hidden is None else scores.masked_fill(hidden, -torch.inf)
-
-
-def score_all(products: Tensor, scoring: Scoring, scale: float) -> tuple[Tensor, Tensor | None]:
-    """The scores of all products (B, heads, T, S), and the factors of weights that dropout makes."""
-    places = ScorePlaces.dense(products.shape, products.device)
-    if scoring.queries is not None and scoring.table is not None:
-        queries, table = scoring.queries.transpose(1, 2).to(products.dtype), scoring.table
-        scoring = scoring._replace(queries=queries, table=table[select_rows(table, places)])
-    scores = bend(products, scale, scoring, places)
-    return scores, keep(scoring, places, scores.dtype) if scoring.dropout else None
-
-
-def _mix(weights: Tensor, v: Tensor) -> Tensor:
-    """(G, heads, L, Dv) of weights (G, heads, L, S) and values (G, heads_kv, S, Dv)."""
-    return (weights.unflatten(1, share_heads(weights, v)) @ v[:, :, None].to(weights.dtype)).flatten(1, 2)
-
-
-def _slope(grad: Tensor, v: Tensor) -> Tensor:
-    """(G, heads, L, S): the products of gradients (G, heads, L, Dv) with the values."""
-    grouped = grad.unflatten(1, share_heads(grad, v))
-    return (grouped @ v[:, :, None].to(grad.dtype).transpose(-1, -2)).flatten(1, 2)
 
 
 def _rows(table: Tensor, places: ScorePlaces) -> tuple[Any, ...]:

@@ -8,7 +8,8 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue
 from tensorloop.attention.api import attention
-from tensorloop.attention.masks import Mask, read_mask
+from tensorloop.attention.masks import read_mask
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.base import Packed, PackedView, refusal
 from tensorloop.packed.table.layout import layout_of, see, unwrap
@@ -49,7 +50,7 @@ def forward(
     return attend(q, k, v, mask._replace(causal=mask.causal or is_causal), dropout_p, scale)
 
 
-def attend(q: _Part, k: _Part, v: _Part, mask: Mask, dropout: float, scale: float | None) -> Any:
+def attend(q: _Part, k: _Part, v: _Part, mask: Sight, dropout: float, scale: float | None) -> Any:
     """What the queries see, as they came: seen heads first, or padded."""
     out: Any = attention(
         *(q.packed, k.packed, v.packed), causal=mask.causal, bias=mask.bias, dropout=dropout, scale=scale

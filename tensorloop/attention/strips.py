@@ -17,11 +17,13 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.uploads import upload, upload_together
+from tensorloop.kernels.sight import Sight
 
 # Rows of at most SHORT tokens, FEW or more of about equal length (by STEP), are padded and computed together. One row
 # alone costs about 120 us of Python and dispatch, forward and backward; padding a bucket costs about 600 us, and then
-# each row of 5 tokens 30 us, of 30 tokens 150 us (float32, 4 heads of 64, one thread).
-SHORT, STEP, FEW = 32, 8, 6
+# each row of 5 tokens 30 us, of 30 tokens 150 us (float32, 4 heads of 64, one thread). Where scores or weights are
+# changed, a strip is more operations, and rows of up to SHORT_SCORED tokens are better off together.
+SHORT, SHORT_SCORED, STEP, FEW = 32, 64, 8, 6
 # On a device a strip is some 50 launches, whose time is that of far more padding: rows of at most SHORT_ON_DEVICE
 # tokens are computed together where the next power of two is the same, that of LEAST for all shorter ones, as many as
 # make so many weights.
@@ -118,84 +120,60 @@ class Strip(NamedTuple):
     bases: tuple[int, int] = (0, 0)  # the numbers of the tokens at position 0, of queries and of keys
 
 
-class Near(NamedTuple):
-    """What a query sees by numbers: the keys of some positions before its own, or those of some chunks."""
-
-    window: int = 0  # so many positions, its own the last, and all behind; 0 for all
-    chunk: int = 0  # positions in chunks of this size: none of a later chunk; 0 for one chunk
-    left: int | None = None  # nor of one that is more chunks before; None for all
-
-    def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether queries at positions i see keys at positions j, which broadcast: bool."""
-        seen = j > i - self.window if self.window else torch.ones_like(j <= i)
-        if self.chunk:
-            behind = i // self.chunk - j // self.chunk
-            seen = seen & (behind >= 0)
-            seen = seen if self.left is None else seen & (behind <= self.left)
-        return seen
-
-    def low(self, i: int) -> int:
-        """The first key that the query at position i sees."""
-        low = max(0, i - self.window + 1) if self.window else 0
-        return low if self.left is None else max(low, (i // self.chunk - self.left) * self.chunk)
-
-    def high(self, i: int, keys: int) -> int:
-        """One past the last key that it sees."""
-        return min(keys, (i // self.chunk + 1) * self.chunk) if self.chunk else keys
-
-    def keys(self, first: int, stop: int, keys: int) -> tuple[int, int]:
-        """The range of positions, among so many keys, outside of which queries see nothing; these rise with them."""
-        return self.low(first), self.high(stop - 1, keys)
-
-    def whole(self, first: int, stop: int, low: int, high: int, causal: bool) -> bool:
-        """Whether all queries from `first` on, before `stop`, see all keys from `low` on, before `high`."""
-        return self.low(stop - 1) <= low and self.high(first, high) >= high and not (causal and high > first + 1)
-
-    def queries(self, weights: int, keys: int) -> int:
-        """How many queries to compute together: as many as each sees keys, for what is too much then is but half."""
-        reach = keys if self.left is None else min(keys, (self.left + 1) * self.chunk)
-        reach = min(reach, self.window) if self.window else reach
-        size = max(1, min(max(reach, _TOGETHER), weights // max(reach, 1)))
-        return size if not self.chunk or size < self.chunk else size - size % self.chunk
+def find_hidden(strip: Strip, shape: Sequence[int], device: torch.device) -> Tensor | None:
+    """(G or 1, heads or 1, L or 1, S) bool: what queries of scores (..., L, S) do not see; None where they see all."""
+    hidden = None
+    if strip.causal:
+        hidden = torch.ones(shape, dtype=torch.bool, device=device).triu(strip.first + 1)[None, None]
+    if strip.mask is not None:
+        hidden = ~strip.mask() if hidden is None else hidden | ~strip.mask()
+    return hidden
 
 
-class Task(NamedTuple):
-    """What to compute, for all sizes at once."""
-
-    scale: float
-    causal: bool = False
-    q_offsets: list[int] | None = None  # of packed tensors: B + 1 numbers, as plain ints
-    k_offsets: list[int] | None = None
-    blocks: Any = None  # a BlockMask, or None
-    near: Near | None = None
-    scoring: Any = None  # what else is done to scores, a `scores.Scoring`, or None
-
-    @property
-    def overlaps(self) -> bool:
-        """Whether a key may be in several strips, so that their gradients meet."""
-        return self.blocks is not None or self.near is not None or self.scoring is not None
-
-    def sees(self, i: Tensor, j: Tensor) -> Tensor:
-        """Whether queries at positions i see keys at positions j, which broadcast: bool."""
-        seen = j <= i if self.causal else torch.ones_like(j <= i)
-        return seen if self.near is None else seen & self.near.sees(i, j)
-
-    def keys(self, first: int, stop: int, keys: int) -> tuple[int, int]:
-        """The range of positions, among so many keys, outside of which none of these queries sees anything."""
-        low, high = (0, keys) if self.near is None else self.near.keys(first, stop, keys)
-        return low, min(high, stop) if self.causal else high
+# -- the keys that queries may see by their positions, among so many
 
 
-def cut(task: Task, q: Tensor, k: Tensor) -> Iterable[Strip]:
-    """The strips of a task without a block mask; empty ones, whose output is 0, are left out."""
-    if task.q_offsets is not None and task.k_offsets is not None:
-        return _cut_packed(task, task.q_offsets, task.k_offsets, q.shape[2], q.device)
+def _low(sight: Sight, i: int) -> int:
+    """The first key that the query at position i sees."""
+    low = max(0, i - sight.window + 1) if sight.window else 0
+    return low if sight.left is None else max(low, (i // sight.chunk - sight.left) * sight.chunk)
+
+
+def _high(sight: Sight, i: int, keys: int) -> int:
+    """One past the last key that it sees, but for `causal`."""
+    return min(keys, (i // sight.chunk + 1) * sight.chunk) if sight.chunk else keys
+
+
+def _keys(sight: Sight, first: int, stop: int, keys: int) -> tuple[int, int]:
+    """The range of positions outside of which none of these queries sees anything; it rises with them."""
+    high = _high(sight, stop - 1, keys)
+    return _low(sight, first), min(high, stop) if sight.causal else high
+
+
+def _see_all(sight: Sight, first: int, stop: int, low: int, high: int) -> bool:
+    """Whether all queries from `first` on, before `stop`, see all keys from `low` on, before `high`."""
+    late = sight.causal and high > first + 1
+    return _low(sight, stop - 1) <= low and _high(sight, first, high) >= high and not late
+
+
+def _queries(sight: Sight, weights: int, keys: int) -> int:
+    """How many queries to compute together: as many as each sees keys, for what is too much then is but half."""
+    reach = keys if sight.left is None else min(keys, (sight.left + 1) * sight.chunk)
+    reach = min(reach, sight.window) if sight.window else reach
+    size = max(1, min(max(reach, _TOGETHER), weights // max(reach, 1)))
+    return size if not sight.chunk or size < sight.chunk else size - size % sight.chunk
+
+
+def cut(sight: Sight, q: Tensor, k: Tensor) -> Iterable[Strip]:
+    """The strips of what is seen without a block mask; empty ones, whose output is 0, are left out."""
+    if sight.offsets is not None:
+        return _cut_packed(sight, *sight.offsets, q.shape[2], q.device)
     if not q.shape[0] * q.shape[1] * k.shape[1]:
         return ()
-    return (Strip(None, None, task.causal),)
+    return (Strip(None, None, sight.causal),)
 
 
-def shorten(parts: Iterable[Strip], task: Task, q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
+def shorten(parts: Iterable[Strip], sight: Sight, q: Tensor, k: Tensor, weights: int) -> Iterator[Strip]:
     """Cuts strips so that each has at most about `weights` attention weights, or one query."""
     everything = (slice(0, q.shape[0]), slice(None))
     for strip in parts:
@@ -209,25 +187,25 @@ def shorten(parts: Iterable[Strip], task: Task, q: Tensor, k: Tensor, weights: i
         bases, end, keys = (place_q.tokens.start, place_k.tokens.start), place_q.tokens.stop, place_k.tokens
         most = keys.stop - keys.start
         size = max(1, weights // (q.shape[0] * q.shape[2] * max(most, 1)))
-        size = size if task.near is None else task.near.queries(weights // (q.shape[0] * q.shape[2]), most)
+        size = size if not sight.near else _queries(sight, weights // (q.shape[0] * q.shape[2]), most)
         for start in range(bases[0], end, size):
             stop = min(start + size, end)
-            first, low, high = start - bases[0], *task.keys(start - bases[0], stop - bases[0], most)
+            first, low, high = start - bases[0], *_keys(sight, start - bases[0], stop - bases[0], most)
             if low >= high:
                 continue
             some_q = place_q._replace(tokens=slice(start, stop))
             some_k = place_k._replace(tokens=slice(bases[1] + low, bases[1] + high))
-            cut_here = Strip(some_q, some_k, task.causal and task.near is None, first, row=strip.row, bases=bases)
-            if task.near is not None and not task.near.whole(first, stop - bases[0], low, high, task.causal):
+            cut_here = Strip(some_q, some_k, sight.causal and not sight.near, first, row=strip.row, bases=bases)
+            if sight.near and not _see_all(sight, first, stop - bases[0], low, high):
                 places = (first, stop - bases[0]), (low, high)
-                cut_here = cut_here._replace(mask=partial(_make_span_mask, task, *places, q.device))
+                cut_here = cut_here._replace(mask=partial(_make_span_mask, sight, *places, q.device))
             yield cut_here
 
 
-def _make_span_mask(task: Task, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
+def _make_span_mask(sight: Sight, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
     """(1, 1, L, S) bool"""
     i, j = (torch.arange(*places, device=device) for places in (queries, keys))
-    return task.sees(i[:, None], j)[None, None]
+    return sight.sees(i[:, None], j)[None, None]
 
 
 def fill_bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.device, width: int | None = None) -> Bucket:
@@ -245,33 +223,34 @@ def fill_bucket(offsets: Sequence[int], rows: Iterable[int], device: torch.devic
     return Bucket(slots, places, tokens, (len(rows), length), rows)
 
 
-def make_row_mask(task: Task, offsets: Sequence[int], rows: Sequence[int], n: int, m: int, device: Any) -> Tensor:
+def make_row_mask(sight: Sight, offsets: Sequence[int], rows: Sequence[int], n: int, m: int, device: Any) -> Tensor:
     """(G, 1, n or 1, m) bool: which keys of rows that were padded to m are tokens, and seen by their positions."""
     lens = torch.tensor([offsets[b + 1] - offsets[b] for b in rows], dtype=torch.int64, device="cpu")
     lens = upload(lens, device)
     j = torch.arange(m, device=device)
     mask = (j < lens[:, None])[:, None, None]
-    return mask & task.sees(torch.arange(n, device=device)[:, None], j) if task.causal or task.near else mask
+    return mask & sight.sees(torch.arange(n, device=device)[:, None], j) if sight.causal or sight.near else mask
 
 
 def _cut_packed(
-    task: Task, q_offsets: list[int], k_offsets: list[int], heads: int, device: torch.device
+    sight: Sight, q_offsets: list[int], k_offsets: list[int], heads: int, device: torch.device
 ) -> Iterator[Strip]:
     on_host = device.type == "cpu"
+    limit = (SHORT_SCORED if sight.scored else SHORT) if on_host else SHORT_ON_DEVICE
     short: dict[tuple[int, int], list[int]] = defaultdict(list)
     for b in range(len(q_offsets) - 1):
         n, m = q_offsets[b + 1] - q_offsets[b], k_offsets[b + 1] - k_offsets[b]
         if not n or not m:
             continue
-        if max(n, m) <= (SHORT if on_host else SHORT_ON_DEVICE):
+        if max(n, m) <= limit:
             short[(-(-n // STEP), -(-m // STEP)) if on_host else (_doubled(n), _doubled(m))].append(b)
         else:
-            yield _take_row(q_offsets, k_offsets, b, task.causal)
+            yield _take_row(q_offsets, k_offsets, b, sight.causal)
     for (n, m), rows in short.items():
         widths = (n * STEP, m * STEP) if on_host else (None, None)
         most = len(rows) if on_host else max(1, _PADDED_WEIGHTS // (heads * n * m))
         for start in range(0, len(rows), most):
-            yield from _cut_together(task, q_offsets, k_offsets, rows[start : start + most], widths, device)
+            yield from _cut_together(sight, q_offsets, k_offsets, rows[start : start + most], widths, device)
 
 
 def _doubled(n: int) -> int:
@@ -279,7 +258,7 @@ def _doubled(n: int) -> int:
 
 
 def _cut_together(
-    task: Task,
+    sight: Sight,
     q_offsets: list[int],
     k_offsets: list[int],
     rows: list[int],
@@ -288,15 +267,15 @@ def _cut_together(
 ) -> Iterator[Strip]:
     """A strip of rows padded to these widths, or a strip for each where they are few."""
     if len(rows) < (FEW if device.type == "cpu" else 2):
-        yield from (_take_row(q_offsets, k_offsets, b, task.causal) for b in rows)
+        yield from (_take_row(q_offsets, k_offsets, b, sight.causal) for b in rows)
         return
     of_q = fill_bucket(q_offsets, rows, device, widths[0])
-    if task.causal and not task.near and q_offsets == k_offsets:
+    if sight.causal and not sight.near and q_offsets == k_offsets:
         yield Strip(of_q, of_q, True)  # the padding comes after all that a query sees: no mask is needed
         return
     of_k = fill_bucket(k_offsets, rows, device, widths[1])
     sizes = of_q.shape[1], of_k.shape[1]
-    yield Strip(of_q, of_k, mask=partial(make_row_mask, task, k_offsets, rows, *sizes, device))
+    yield Strip(of_q, of_k, mask=partial(make_row_mask, sight, k_offsets, rows, *sizes, device))
 
 
 def _take_row(q_offsets: Sequence[int], k_offsets: Sequence[int], b: int, causal: bool) -> Strip:

@@ -131,9 +131,9 @@ class AncestryStore(Store):
         with scope.unrecorded():
             return values.flatten(0, 2).index_select(0, index).view(values.shape)
 
-    def attend(self, q: Tensor, keys: TensorArray, values: TensorArray, rules: Any) -> Any:
+    def attend(self, q: Tensor, keys: TensorArray, values: TensorArray, sight: Any) -> Any:
         """Attention of the hypotheses to their histories, where it needs no copy of them; else NotImplemented."""
-        return attend(q, keys, values, rules)
+        return attend(q, keys, values, sight)
 
     # -- copies
 

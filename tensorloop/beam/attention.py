@@ -24,10 +24,11 @@ from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.autocast import autocasts
 from tensorloop._torch.formula import differentiate, is_differentiated
-from tensorloop.attention import ScoreRules, engine
+from tensorloop.attention import engine
 from tensorloop.beam.ancestry import Family
 from tensorloop.kernels import find
-from tensorloop.kernels.past import Sight, whole
+from tensorloop.kernels.scores import whole
+from tensorloop.kernels.sight import Sight, drain, drain_grad
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import LiveBlock
 from tensorloop.tensor_array.buffer import Buffer
@@ -35,6 +36,7 @@ from tensorloop.tensor_array.gradient import ArrayNode
 from tensorloop.tensor_array.internals import has_holes, store_of
 
 _NAME = "attention"
+Optional = Sequence[Tensor | None]
 
 
 class SeenPart(NamedTuple):
@@ -52,14 +54,14 @@ class SeenPart(NamedTuple):
 
     def sight(self, of_all: Sight, bias: Tensor | None, count: int) -> Sight:
         """Returns what these queries see of the part's `count` slots."""
-        first, seed = of_all.first, of_all.seed
+        first = of_all.first
         if first is not None:
             first = (first.repeat_interleave(self.size) if self.own else first) - self.begin
         if bias is not None:
             bias = bias[..., self.begin : self.begin + count]
             if self._splits(bias):
                 bias = bias.expand(self.rows, -1, self.size, -1).transpose(1, 2).flatten(0, 1)[:, :, None]
-        return of_all._replace(first=first, bias=bias, seed=None if seed is None else seed + self.begin)
+        return of_all._replace(first=first, bias=bias, begin=of_all.begin + self.begin)
 
     def put_bias(self, into: Tensor, found: Tensor) -> None:
         """Writes the gradient of such a bias where it belongs."""
@@ -88,7 +90,7 @@ class Seen(NamedTuple):
     prefix: int  # slots that are seen
     first: int  # of the arrays' own slots
     slots: int
-    sight: Sight  # of the slots seen, without the bias
+    sight: Sight  # of the slots seen, without the bias and sinks
     live: Sequence[LiveBlock]  # of keys and of values, for backward; one where they are the same array
 
     @named(_NAME)
@@ -109,16 +111,17 @@ class Seen(NamedTuple):
 
 
 @named(_NAME)
-def attend(q: Tensor, keys: Any, values: Any, rules: ScoreRules) -> Any:
+def attend(q: Tensor, keys: Any, values: Any, sight: Sight) -> Any:
     """(B, K, heads, Dv) of q (B, K, heads, D) over two arrays of one carry; NotImplemented where others must do it.
 
-    Shapes and dtypes are checked by the caller. Gradient: to q, to the bias and to what was appended, twice.
+    Shapes and dtypes are checked by the caller. Gradient: to q, to the bias, to the sinks and to what was
+    appended, twice.
     """
     k: Any = store_of(keys)
     v: Any = store_of(values)
-    if not _can_attend(q, k, v) or (rules.starts is not None and rules.starts.shape[1] > 1):
+    if not _can_attend(q, k, v) or (sight.first is not None and sight.first.shape[1] > 1):
         return NotImplemented
-    slots, start = len(k.births), rules.start(k.length) if rules.window else 0
+    slots, start = len(k.births), sight.start(k.length) if sight.window else 0
     buffers: list[Buffer] = []
     for x in (k, v)[: 0 if not slots else 1 if k.grown is v.grown else 2]:
         if not isinstance(buffer := store_of(x.grown), Buffer):
@@ -127,21 +130,20 @@ def attend(q: Tensor, keys: Any, values: Any, rules: ScoreRules) -> Any:
     seen_prefix = max(0, k.shared_slots - start)
     prefix = (_read_prefix(k.prefix, start), _read_prefix(v.prefix, start)) if seen_prefix else (None, None)
     live = [x.hold() for x in buffers] if torch.is_grad_enabled() else []
-    sight, bias = _understand(rules, k, start)
-    seen = Seen(k.family, k.births, seen_prefix, max(0, start - k.shared_slots), slots, sight, live)
+    bare, changed = _understand(sight, k.family.rows, start)
+    seen = Seen(k.family, k.births, seen_prefix, max(0, start - k.shared_slots), slots, bare, live)
     if here.recorder is None and not autocasts(q):  # contexts cost more than to ask
-        return _attend(q, bias, prefix, seen, buffers)
+        return _attend(q, changed, prefix, seen, buffers)
     q = q.view_as(q)  # a use that the recorder sees
     with scope.unrecorded(), engine.without_autocast(q):  # all is as it casts
-        return _attend(q, bias, prefix, seen, buffers)
+        return _attend(q, changed, prefix, seen, buffers)
 
 
-def _attend(
-    q: Tensor, bias: Tensor | None, prefix: Sequence[Tensor | None], seen: "Seen", buffers: Sequence[Buffer]
-) -> Tensor:
+def _attend(q: Tensor, changed: Optional, prefix: Optional, seen: "Seen", buffers: Sequence[Buffer]) -> Tensor:
+    """`changed`: the bias and the sinks."""
     if not torch.is_grad_enabled():
-        return _compute(q, bias, prefix, [x.look(seen.first) for x in buffers], seen)[0]
-    out, *after = _AttendHypotheses.apply(seen, q, bias, *prefix, *(x.whole_token() for x in buffers))
+        return _compute(q, changed, prefix, [x.look(seen.first) for x in buffers], seen)[0]
+    out, *after = _AttendHypotheses.apply(seen, q, *changed, *prefix, *(x.whole_token() for x in buffers))
     for buffer, token in zip(buffers, after, strict=True):
         if token is not None:
             buffer.token = token
@@ -156,23 +158,15 @@ def _read_prefix(array: TensorArray, start: int) -> Tensor:
     return store.look(start)
 
 
-def _understand(rules: ScoreRules, k: Any, start: int) -> tuple[Sight, Tensor | None]:
-    """Returns what K queries see of the slots from `start` on, and their bias (1 or B, heads, 1 or K, S)."""
-    first, bias, rows = rules.starts, rules.bias, k.family.rows
+def _understand(sight: Sight, rows: int, start: int) -> tuple[Sight, tuple[Tensor | None, Tensor | None]]:
+    """Returns what K queries see of the slots from `start` on, and their bias (1 or B, heads, 1 or K, S) and sinks."""
+    first, bias = sight.first, sight.bias
     if first is not None:
         first = first[:, 0].expand(rows) - start
     if bias is not None:
         bias = bias[..., start:].transpose(1, 2)
-    softcap, dropout = rules.softcap, rules.dropout
-    return Sight(
-        rules.scale,
-        causal=False,
-        first=first,
-        softcap=softcap,
-        dropout=dropout,
-        seed=rules.seed,
-        slots=k.length - start,
-    ), bias
+    # each is the last of its own history, so that the window says no more than `start`
+    return sight._replace(causal=False, window=0, first=first, bias=None, sinks=None), (bias, sight.sinks)
 
 
 def _can_attend(q: Any, k: Any, v: Any) -> bool:
@@ -200,30 +194,27 @@ def _can_attend(q: Any, k: Any, v: Any) -> bool:
 
 
 class _AttendHypotheses(torch.autograd.Function):
-    """(q, bias, prefix of k and v, tokens of the arrays) -> (output, the next tokens).
+    """(q, bias, sinks, prefix of k and v, tokens of the arrays) -> (output, the next tokens).
 
     The gradient of slots goes into the gradients of the tokens; into new ones where backward is itself differentiated.
     """
 
     @staticmethod
-    def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
-        ctx: Any, seen: Seen, q: Tensor, bias: Tensor | None, *given: Tensor | None
-    ) -> tuple[Tensor | None, ...]:
+    def forward(ctx: Any, seen: Seen, q: Tensor, *given: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.set_materialize_grads(False)
         ctx.seen = seen
-        ctx.save_for_backward(q, bias, *given)
-        out, _ = _compute(q, bias, given[:2], seen.values(), seen)
-        return out, *(None if token is None else token.new_zeros(()).expand(token.shape) for token in given[2:])
+        ctx.save_for_backward(q, *given)
+        out, _ = _compute(q, given[:2], given[2:4], seen.values(), seen)
+        return out, *(None if token is None else token.new_zeros(()).expand(token.shape) for token in given[4:])
 
     @staticmethod
     def backward(ctx: Any, grad: Tensor | None, *grads: Tensor | None) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         if grad is None:
-            return None, None, None, None, None, *grads
+            return *[None] * 6, *grads
         seen: Seen = ctx.seen
-        q, bias, *others = ctx.saved_tensors
-        prefix, tokens = others[:2], others[2:]
+        given, tokens = ctx.saved_tensors[:5], ctx.saved_tensors[5:]
         if is_differentiated(grad, *grads):
-            *found, of_slots = _differentiate_whole((q, bias, *prefix), tokens, grad, seen)
+            *found, of_slots = _differentiate_whole(given, tokens, grad, seen)
             added = [
                 None if token is None else new if old is None else old + new
                 for old, new, token in zip(grads, of_slots, tokens, strict=True)
@@ -234,31 +225,32 @@ class _AttendHypotheses(torch.autograd.Function):
             None if token is None else slot.new_zeros(token.shape) if old is None else old.contiguous()
             for old, slot, token in zip(grads, slots, tokens, strict=True)
         ]
-        return None, *_backward(grad, q, bias, prefix, slots, sums, seen), *sums
+        return None, *_backward(grad, given, slots, sums, seen), *sums
 
 
 def _compute(
-    q: Tensor, bias: Tensor | None, prefix: Sequence[Tensor | None], slots: Sequence[Tensor], seen: Seen
+    q: Tensor, changed: Optional, prefix: Optional, slots: Sequence[Tensor], seen: Seen
 ) -> tuple[Tensor, Tensor]:
     """The output (B, K, heads, D), and the log-sum-exp of the scores (B, K, heads)."""
-    before = [x for x in prefix if x is not None]
+    (bias, sinks), before = changed, [x for x in prefix if x is not None]
     shared, own = seen.family.find_states(seen.births, seen.first, seen.slots)
     kernel = find("beam_attend", q, *before, *slots)
-    return kernel(q, before, slots, shared, own, seen.sight if bias is None else seen.sight._replace(bias=bias))
+    out, lse = kernel(q, before, slots, shared, own, seen.sight.having(bias, None))
+    return (out, lse) if sinks is None else drain(out, lse, sinks)
 
 
-def _backward(
-    grad: Tensor, q: Tensor, bias: Tensor | None, before: Any, slots: Sequence[Tensor], sums: Any, seen: Seen
-) -> tuple[Tensor | None, ...]:
-    """Gradients of q, of the bias and of the prefix; those of slots are added to `sums`."""
-    out, lse = _compute(q, bias, before, slots, seen)
+def _backward(grad: Tensor, given: Any, slots: Sequence[Tensor], sums: Any, seen: Seen) -> tuple[Tensor | None, ...]:
+    """Gradients of what was given: q, the bias, the sinks and the prefix; those of slots are added to `sums`."""
+    q, bias, sinks, *before = given
+    out, lse = _compute(q, (bias, sinks), before, slots, seen)
     dq, of_bias, grad = torch.zeros_like(q), None if bias is None else torch.zeros_like(bias), grad.contiguous()
+    of_sinks = None if sinks is None else drain_grad(grad, out, lse, sinks)
     of_prefix: tuple[Tensor | None, Tensor | None] = (None, None)
     for part, k, v in _gather(seen, before, slots):
         sight, of_kv = part.sight(seen.sight, bias, len(k)), (torch.zeros_like(k), torch.zeros_like(v))
         grad_, q_, out_, lse_ = map(part.group, (grad, q, out, lse))
         dq_, of_bias_ = find("past_attend_grad", grad_, q_, k, v)(grad_, q_, k, v, out_, lse_, sight, *of_kv)
-        dq += dq_.view_as(q)
+        dq += dq_.reshape(q.shape)
         if of_bias is not None:
             part.put_bias(of_bias, of_bias_)
         if part.places is None:
@@ -267,7 +259,7 @@ def _backward(
         for into, d in zip(sums, [of_kv[0] + of_kv[1]] if len(sums) == 1 else of_kv, strict=True):
             if into is not None:
                 into[seen.first :].flatten(0, 2).index_add_(0, part.places.flatten(), d.flatten(0, 1).to(into.dtype))
-    return dq, of_bias, *of_prefix
+    return dq, of_bias, of_sinks, *of_prefix
 
 
 def _gather(seen: Seen, prefix: Any, slots: Sequence[Tensor]) -> Iterator[GatheredPart]:
@@ -281,12 +273,10 @@ def _gather(seen: Seen, prefix: Any, slots: Sequence[Tensor]) -> Iterator[Gather
         yield GatheredPart(part, kv[0], kv[-1])
 
 
-def _differentiate_whole(
-    given: Sequence[Tensor | None], tokens: Sequence[Tensor | None], grad: Tensor, seen: Seen
-) -> tuple[Any, ...]:
+def _differentiate_whole(given: Optional, tokens: Optional, grad: Tensor, seen: Seen) -> tuple[Any, ...]:
     """The gradients by autograd of the formula over all slots, as part of the graph where backward is recorded.
 
-    Of q, of the bias, of the prefix of k and v, and of the slots of each array.
+    Of q, of the bias, of the sinks, of the prefix of k and v, and of the slots of each array.
     """
     recorded = torch.is_grad_enabled()
     slots = [
@@ -295,11 +285,11 @@ def _differentiate_whole(
         else at.slots(seen.slots)
         for at, token in zip(seen.live, tokens, strict=True)
     ]
-    found = differentiate(lambda q, bias, *kv: _attend_whole(q, bias, kv, seen), (*given, *slots), grad)
-    return *found[:4], found[4:]
+    found = differentiate(lambda q, *others: _attend_whole(q, others[:2], others[2:], seen), (*given, *slots), grad)
+    return *found[:5], found[5:]
 
 
-def _attend_whole(q: Tensor, bias: Tensor | None, kv: Sequence[Tensor], seen: Seen) -> Tensor:
+def _attend_whole(q: Tensor, changed: Optional, kv: Sequence[Tensor], seen: Seen) -> Tensor:
     """The output as the formula says, from keys and values gathered for each hypothesis."""
     size, slots = seen.family.size, [x[seen.first :] for x in kv[2:]]
     parts = [
@@ -308,4 +298,5 @@ def _attend_whole(q: Tensor, bias: Tensor | None, kv: Sequence[Tensor], seen: Se
     ]
     k, v = (torch.cat(x) for x in zip(*parts, strict=True))
     each = SeenPart(None, seen.family.rows, size, True, 0)
-    return whole(each.group(q), k, v, each.sight(seen.sight, bias, len(k))).view_as(q)
+    sight = each.sight(seen.sight, changed[0], len(k))._replace(sinks=changed[1])
+    return whole(each.group(q), k, v, sight).reshape(q.shape)

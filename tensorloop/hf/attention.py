@@ -7,7 +7,7 @@ as the seed of a hash. A model that computes with keys after `update` meets NaN,
 
 import threading
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -54,18 +54,6 @@ def stand_ins(
     setattr(keys, _ARRAYS, (*arrays, start, undo, values))
     _here.handed = undo or True
     return keys, keys if values is None else values
-
-
-class AttentionRequest(NamedTuple):
-    """What a model asks of its attention, beside keys and values."""
-
-    module: Any
-    query: Tensor  # (B, heads, t, D)
-    mask: Tensor | None
-    dropout: float
-    scale: float
-    softcap: float | None
-    bias: Tensor | None  # by position
 
 
 def autocast(x: Tensor) -> Tensor:
@@ -120,9 +108,9 @@ def attend(
         if is_on():
             query = autocast(query)
         scale = query.shape[-1] ** -0.5 if scaling is None else scaling
+        sight = Sight(scale, softcap=softcap or 0.0, dropout=dropout, sinks=s_aux)
         if reader is not None:
-            asked = AttentionRequest(module, query, attention_mask, dropout, scale, softcap, position_bias)
-            out = None if s_aux is not None else reader.attend(asked)
+            out = reader.attend(module, query, attention_mask, sight._replace(bias=position_bias))
             if out is not None:
                 return out, None
             key, value = reader.gather()
@@ -147,16 +135,12 @@ def attend(
         if isinstance(error, Fact):
             raise error.named(f"attn_implementation={ATTENTION!r}") from error.__cause__
         raise
-    sight = Sight(
-        scale,
+    sight = sight._replace(
         causal=attention_mask is None and query.shape[2] > 1 and bool(is_causal),
         first=first,
         seen=seen,
-        softcap=softcap or 0.0,
         bias=added if bias is None else bias if added is None else bias + added,
-        dropout=dropout,
         seed=int(torch.randint(1 << 62, ())) if dropout else 0,
-        sinks=s_aux,
     )
     return attend_past(query.transpose(1, 2), arrays[0], arrays[1], sight, arrays[2]), None
 

@@ -14,8 +14,8 @@ from transformers.integrations.sdpa_attention import sdpa_attention_forward
 
 from tensorloop._common.errors import Misuse
 from tensorloop._torch.autocast import is_on
-from tensorloop.attention import ScoreRules, attention
-from tensorloop.hf.attention import AttentionRequest, handed_by, is_plain, stand_ins
+from tensorloop.attention import Sight, attention
+from tensorloop.hf.attention import handed_by, is_plain, stand_ins
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.layers import ArrayLayer, Kind, cast_keys
 from tensorloop.tensor_array import TensorArray
@@ -59,23 +59,24 @@ class HypothesesLayer(ArrayLayer):
         keys, values = stand_ins(self.arrays, self.start, (key_states, value_states))
         return handed_by(self, keys), values
 
-    def attend(self, asked: AttentionRequest) -> Tensor | None:
+    def attend(self, module: Any, query: Tensor, mask: Tensor | None, sight: Sight) -> Tensor | None:
         """(B * K, 1, heads, D) of a query (B * K, heads, 1, D); None where its mask must be looked at."""
-        if asked.mask is not None and not is_plain(asked.mask):
+        if mask is not None and not is_plain(mask):
             return None
         rows, size, starts, _ = self.beams
-        _, heads, _, width = asked.query.shape
-        bias, starts = asked.bias, None if starts is None else starts[:, None]
-        query, out = asked.query.reshape(rows, size, heads, width), NotImplemented
-        if bias is None and not asked.softcap and not asked.dropout:  # the store's own, as it needs nothing checked
+        _, heads, _, width = query.shape
+        bias, starts = sight.bias, None if starts is None else starts[:, None]
+        query, out = query.reshape(rows, size, heads, width), NotImplemented
+        if not sight.scored and sight.sinks is None:  # the store's own, as it needs nothing checked
             store: Any = store_of(self.arrays[0])
-            rules = ScoreRules(asked.scale, starts=starts, window=self.kind.window or 0)
-            out = store.attend(query, *self.arrays, rules)
+            seen = sight._replace(causal=False, first=starts, window=self.kind.window or 0)
+            out = store.attend(query, *self.arrays, seen)
         if bias is not None:  # (1 or B * K, heads, 1, n)
             bias = bias.squeeze(2) if len(bias) == 1 else bias.reshape(rows, size, *bias.shape[1:2], -1)
         if out is NotImplemented:
-            options: Any = {"window": self.kind.window, "softcap": asked.softcap, "dropout": asked.dropout}
-            out = attention(query, *self.arrays, scale=asked.scale, starts=starts, bias=bias, **options)
+            changed: Any = {"softcap": sight.softcap, "bias": bias, "dropout": sight.dropout, "sinks": sight.sinks}
+            given: Any = {"scale": sight.scale, "window": self.kind.window, "starts": starts, **changed}
+            out = attention(query, *self.arrays, **given)
         return out.reshape(rows * size, 1, heads, out.shape[-1])
 
     def gather(self) -> tuple[Tensor, Tensor]:
@@ -136,15 +137,15 @@ class SourceLayer(CacheLayerMixin):
         """Refused."""
         raise Misuse("the source of a search does not grow")
 
-    def attend(self, asked: AttentionRequest) -> Tensor | None:
+    def attend(self, module: Any, query: Tensor, mask: Tensor | None, sight: Sight) -> Tensor | None:
         """Attention of K queries of a row to its keys, (B * K, 1, heads, D)."""
-        bias = asked.bias
-        if asked.softcap or (bias is not None and len(bias) != 1):
+        bias = sight.bias
+        if sight.softcap or sight.sinks is not None or (bias is not None and len(bias) != 1):
             return None
-        each, heads, _, width = asked.query.shape
-        q = asked.query.reshape(each // self.size, self.size, heads, width).transpose(1, 2)  # (B, heads, K, D)
-        mask = None if asked.mask is None else asked.mask[:: self.size]
-        out, _ = sdpa_attention_forward(asked.module, q, *self.own, mask, asked.dropout, asked.scale, False, bias)
+        each, heads, _, width = query.shape
+        q = query.reshape(each // self.size, self.size, heads, width).transpose(1, 2)  # (B, heads, K, D)
+        mask = None if mask is None else mask[:: self.size]
+        out, _ = sdpa_attention_forward(module, q, *self.own, mask, sight.dropout, sight.scale, False, bias)
         return out.flatten(0, 1)[:, None]
 
     def gather(self) -> tuple[Tensor, Tensor]:

@@ -6,70 +6,27 @@ never changes, two threads may call it in two ways, and layers that are checkpoi
 """
 
 import copy
-from typing import Any, NamedTuple, TypeVar
+from typing import Any, TypeVar
 
-import torch
 from torch import Tensor, nn
-from torch.nn.attention.flex_attention import BlockMask
-from torch.utils.checkpoint import checkpoint
 from transformers import AttentionInterface, PreTrainedConfig
 
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.attention import Sight, attention, whole
+from tensorloop.attention import attention
 from tensorloop.hf import known
 from tensorloop.hf.masks import register, window_of
 from tensorloop.packed import Dim, PackedTensor
 
 NAME = "tensorloop_packed"
 _ROWS = "_tensorloop_rows"  # an attribute of configs
-_BLOCK = 128  # queries, and keys, of a block of a window's mask
-_ALIKE = 0.8  # of the longest row of a group, the least that another may have
 _M = TypeVar("_M", bound=nn.Module)
 
 
 class CallRows:
-    """The rows of one call, what was made for them once for all layers, and how often a layer has attended to them."""
+    """The rows of one call, and how often a layer has attended to them."""
 
     def __init__(self, dim: Dim, attention: str = NAME) -> None:
         self.dim, self.attention, self.calls = dim, attention, 0
-        self._made: dict[Any, Any] = {}
-
-    def block_mask(self, window: int, device: torch.device) -> BlockMask:
-        """What tokens see of a row where each sees itself and the `window - 1` before it."""
-        if window not in self._made:
-            self._made[window] = _cut_window(window, self.dim.max_len, device)
-        return self._made[window]
-
-    def groups(self) -> "_Groups":
-        """The rows that are not empty, those of about equal length together."""
-        if "groups" not in self._made:
-            self._made["groups"] = _group(self.dim)
-        return self._made["groups"]
-
-
-class _Groups(NamedTuple):
-    shapes: list[tuple[int, int]]  # (G, L) of each, padded
-    tokens: Tensor  # the token at each place of all groups, one after another; behind a row's end its last one
-    places: Tensor  # (N,): where each token is
-
-
-def _group(dim: Dim) -> _Groups:
-    lens = dim.lens.cpu()
-    order = lens.argsort(descending=True)[: int((lens > 0).sum())]
-    groups: list[list[int]] = []
-    for b, n in zip(order.tolist(), lens[order].tolist(), strict=True):
-        if not groups or n < _ALIKE * int(lens[groups[-1][0]]):
-            groups.append([])
-        groups[-1].append(b)
-    shapes, tokens, inside = [], [lens[:0]], [lens[:0].bool()]
-    for group in groups:
-        counts, steps = lens[group][:, None], torch.arange(int(lens[group[0]]), device="cpu")
-        shapes.append((len(group), len(steps)))
-        tokens.append((dim.offsets.cpu()[group][:, None] + steps.minimum(counts - 1)).flatten())
-        inside.append((steps < counts).flatten())
-    found, real = torch.cat(tokens), torch.cat(inside).nonzero()[:, 0]
-    places = real[found[real].argsort()]
-    return _Groups(shapes, found.to(dim.device), places.to(dim.device))
 
 
 def copy_for_rows(model: _M, rows: CallRows) -> _M:
@@ -139,55 +96,11 @@ def attend(
             "(a prompt that is learned, a prefix) belongs to no row"
         )
     rows.calls += 1
-    parts = tuple(x[0].transpose(0, 1) for x in (query, key, value))
-    scale = query.shape[-1] ** -0.5 if scaling is None else scaling
-    if dropout or softcap or s_aux is not None:
-        sight = Sight(scale, window=window or 0, softcap=softcap or 0.0, dropout=dropout, seed=None)
-        return _attend_by_length(rows, parts, sight, s_aux)[None], None
-    q, k, v = (PackedTensor(x, rows.dim) for x in parts)
-    if window is None or rows.dim.max_len <= window:
-        out = attention(q, k, v, causal=True, scale=scale)
-    else:
-        out = attention(q, k, v, block_mask=rows.block_mask(window, query.device), scale=scale)
+    q, k, v = (PackedTensor(x[0].transpose(0, 1), rows.dim) for x in (query, key, value))
+    near = None if window is None or rows.dim.max_len <= window else window
+    rules: Any = {"window": near, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
+    out: Any = attention(q, k, v, causal=True, scale=scaling, **rules)
     return out.values[None], None
-
-
-def _attend_by_length(rows: CallRows, parts: tuple[Tensor, ...], sight: Sight, sinks: Tensor | None) -> Tensor:
-    """(N, heads, D): rows of about equal length at a time, padded at the end; backward makes their weights again.
-
-    What stands behind an end is seen by nothing before it, and nobody reads what it sees.
-    """
-    shapes, tokens, places = rows.groups()
-    sizes = [g * n for g, n in shapes]
-    found = [parts[0].new_zeros(0, *parts[0].shape[1:-1], parts[2].shape[-1])]
-    for shape, *group in zip(shapes, *(x.index_select(0, tokens).split(sizes) for x in parts), strict=True):
-        q, k, v = (x.unflatten(0, shape) for x in group)
-        out: Any = checkpoint(_whole, q, k.transpose(0, 1), v.transpose(0, 1), sinks, sight, use_reentrant=False)
-        found.append(out.flatten(0, 1))
-    return torch.cat(found).index_select(0, places)
-
-
-def _whole(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor | None, sight: Sight) -> Tensor:
-    return whole(q, k, v, sight._replace(sinks=sinks))
-
-
-def _cut_window(window: int, length: int, device: torch.device) -> BlockMask:
-    """A BlockMask of `length` tokens, each of which sees itself and the `window - 1` before it."""
-    count = -(-length // _BLOCK)
-    i, j = torch.arange(count)[:, None], torch.arange(count)
-    seen = (j <= i) & ((j + 1) * _BLOCK > i * _BLOCK - window + 1)
-    full = (j < i) & (j * _BLOCK > (i + 1) * _BLOCK - 1 - window)
-
-    def table(blocks: Tensor) -> tuple[Tensor, Tensor]:
-        order = blocks.int().argsort(dim=-1, descending=True, stable=True)
-        return blocks.sum(-1, dtype=torch.int32)[None, None].to(device), order.int()[None, None].to(device)
-
-    def rule(b: Any, h: Any, q: Tensor, kv: Tensor) -> Tensor:
-        return (kv <= q) & (kv > q - window)
-
-    return BlockMask.from_kv_blocks(
-        *table(seen & ~full), *table(full), BLOCK_SIZE=_BLOCK, mask_mod=rule, seq_lengths=(length, length)
-    )
 
 
 AttentionInterface.register(NAME, attend)

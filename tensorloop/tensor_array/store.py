@@ -80,6 +80,6 @@ class Store(Protocol):
         """Writes the slot of an index that is no number yet, by a store that can; whether it did."""
         return False
 
-    def attend(self, q: Tensor, keys: Any, values: Any, rules: Any) -> Any:
-        """Attends from q to two arrays by `attention.ScoreRules`, without a copy; NotImplemented where it cannot."""
+    def attend(self, q: Tensor, keys: Any, values: Any, sight: Any) -> Any:
+        """Attends from q to two arrays as a `Sight` says, without a copy; NotImplemented where it cannot."""
         return NotImplemented

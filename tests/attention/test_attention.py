@@ -12,7 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 from tensorloop import reference
 from tensorloop.attention import attention, engine, strips
-from tensorloop.attention.strips import Task
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed import Dim, PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests.support.attention_cases import tensors
@@ -398,7 +398,7 @@ def test_packed_under_transforms():
     q, k, v = (x.detach() for x in tensors((5, 2, 2), (6, 1, 2), (6, 1, 2)))
 
     def ours(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        return engine.attend(q[None], k[None], v[None], Task(0.5, True, [0, 2, 2, 5], [0, 1, 3, 6]))[0]
+        return engine.attend(q[None], k[None], v[None], Sight(0.5, ends=False, offsets=([0, 2, 2, 5], [0, 1, 3, 6])))[0]
 
     def theirs(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return reference.attention_packed(q, k, v, lens, other, causal=True, scale=0.5)
@@ -417,7 +417,7 @@ def test_short_rows_are_padded_together_and_long_ones_and_few_ones_are_views(mon
     monkeypatch.setattr(strips, "FEW", 6)
     offsets = torch.tensor([0, *lens]).cumsum(0).tolist()
     q = torch.randn(1, sum(lens), 1, 2)
-    found = list(strips.cut(Task(1.0, True, offsets, offsets), q, q))
+    found = list(strips.cut(Sight(ends=False, offsets=(offsets, offsets)), q, q))
     taken = [strip.q.take(q) for strip in found if strip.q is not None]
     assert sorted(tuple(x.shape[:2]) for x in taken) == [(1, 12), (1, 33), (1, 40), (8, 8)]
     assert [x._base is q for x in taken] == [x.shape[0] == 1 for x in taken]

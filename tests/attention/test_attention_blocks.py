@@ -12,7 +12,7 @@ from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from tensorloop import reference
 from tensorloop.attention import attention, blocks, engine, gpu
-from tensorloop.attention.strips import Task
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests.support import attention_cases as cases
@@ -139,7 +139,7 @@ def test_strips_of_a_window_grow_with_the_window_and_not_with_the_keys():
     n, size = 256, 8
     q = torch.randn(1, n, 1, 2)
     mask = block_mask(cases.window, None, None, n, n, size)
-    found = list(blocks.cut_blocks(Task(1.0, blocks=mask), q, q))
+    found = list(blocks.cut_blocks(Sight(causal=False, blocks=mask, ends=False), q, q))
     assert sum(len(strip.q.take(q)) for strip in found) == n // size
     assert max(strip.k.take(q).shape[1] for strip in found) == 2 * size
 
@@ -149,7 +149,7 @@ def test_strips_are_cut_where_their_masks_would_grow(monkeypatch: pytest.MonkeyP
     q = torch.randn(1, n, 1, 2)
     mask = block_mask(cases.causal, None, None, n, n, size)
     monkeypatch.setattr(blocks, "_PAIRS", 4096)
-    found = list(blocks.cut_blocks(Task(1.0, blocks=mask), q, q))
+    found = list(blocks.cut_blocks(Sight(causal=False, blocks=mask, ends=False), q, q))
     made = [strip.mask().numel() for strip in found if strip.mask is not None]
     assert len(found) > 8
     assert max(made) <= 4096
@@ -165,7 +165,7 @@ def test_the_same_as_flex_attention(mod: Callable[..., Tensor], strip_kernel: st
     mask = block_mask(mod, T=T, S=T, size=16, **made_for(mod, B, H))
     q, k, v = (torch.randn(B, T, heads, 16) for heads in (H, G, G))
     with torch.no_grad():
-        task = Task(0.3, blocks=mask)
+        task = Sight(0.3, causal=False, blocks=mask, ends=False)
         with warnings.catch_warnings():  # it warns, once a process, that it runs without a compiler
             warnings.simplefilter("ignore")
             found = gpu.flex(q, k, v, task, flex_attention)
@@ -175,5 +175,5 @@ def test_the_same_as_flex_attention(mod: Callable[..., Tensor], strip_kernel: st
 @pytest.mark.parametrize("causal", [False, True])
 def test_the_call_that_hands_over_to_sdpa(causal: bool):
     q, k, v = (torch.randn(2, n, heads, 16) for n, heads in ((9, 4), (7, 2), (7, 2)))
-    found = gpu.dense(q, k, v, Task(0.3, causal))
+    found = gpu.dense(q, k, v, Sight(0.3, causal, ends=False))
     torch.testing.assert_close(found, attention(q, k, v, causal=causal, scale=0.3))

@@ -12,8 +12,10 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop._torch.dispatch import tree_leaves, tree_map_only
-from tensorloop.attention import attention, engine, scores, strips
-from tensorloop.attention.scores import ScorePlaces, Scoring
+from tensorloop.attention import attention, engine, strips
+from tensorloop.kernels import scores
+from tensorloop.kernels.scores import ScorePlaces
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed import PackedTensor
 from tensorloop.testing import assert_matches_reference
 from tests.support.attention_cases import block_mask, by_head, tensors
@@ -110,7 +112,7 @@ def test_padded(kind: str, sizes: tuple[int, int]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.extended("all")
+@pytest.mark.extended("all", "sinks")
 def test_derivatives_of_both_orders(kind: str):
     lens = [2, 0, 3]
     options = kinds(2, 2, 5, 3, (3, 3))[kind]
@@ -123,7 +125,7 @@ def test_derivatives_of_both_orders(kind: str):
 
     inputs = (*tensors((5, 2, 2), (5, 1, 2), (5, 1, 2)), *more)
     assert torch.autograd.gradcheck(run, inputs)
-    if kind in ("all", "hidden", "bias of entries"):
+    if kind in ("all", "hidden", "bias of entries", "sinks"):
         assert torch.autograd.gradgradcheck(run, inputs)
     plain = [x.detach() for x in inputs]
     cotangent = torch.randn(5, 2, 2, dtype=torch.float64)
@@ -213,7 +215,7 @@ def test_with_a_block_mask(H: int | None):
 
 def factors_of(seed: int, rows: int, heads: int, new: int, seen: int, dropout: float) -> Tensor:
     places = ScorePlaces.dense(torch.Size((rows, heads, new, seen)), HERE)
-    return scores.keep(Scoring(dropout=dropout, seed=seed), places, torch.float64)
+    return scores.keep(Sight(dropout=dropout, seed=seed, ends=False), places, torch.float64)
 
 
 @pytest.mark.parametrize("lens", [[5], [3, 2, 4, 0, 1], [40, 2], [33, 3, 2, 1]])

@@ -7,7 +7,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorloop as tl
 from tensorloop.attention import one_query
-from tensorloop.kernels.past import Sight, whole
+from tensorloop.kernels.scores import whole
+from tensorloop.kernels.sight import Sight
 
 
 def given(*size: int) -> Tensor:

@@ -15,7 +15,8 @@ from tensorloop import memory, reference
 from tensorloop.attention import Sight, attend_past
 from tensorloop.kernels.cpu import past as cpu
 from tensorloop.kernels.eager import past as eager
-from tensorloop.kernels.past import kept, visible, whole
+from tensorloop.kernels.scores import ScorePlaces, keep, whole
+from tensorloop.kernels.sight import visible
 
 INF = float("inf")
 SIZES = [
@@ -79,11 +80,16 @@ def test_the_formula_is_the_reference_s(sight: str) -> None:
     torch.testing.assert_close(whole(q, k, v, given), expected, atol=1e-12, rtol=1e-12)
 
 
+def _kept(sight: Sight) -> Tensor:
+    places = ScorePlaces.dense((2, 4, 8, 4096), torch.device(torch.get_default_device()))
+    return keep(sight, places, torch.float64)
+
+
 def test_dropout_drops_its_share_and_grows_the_rest() -> None:
-    factors = kept(2, 4, 8, 4096, Sight(1.0, dropout=0.25, seed=7))
+    factors = _kept(Sight(1.0, dropout=0.25, seed=7))
     assert set(factors.unique().tolist()) == {0.0, 1 / 0.75}
     assert abs(float((factors == 0).double().mean()) - 0.25) < 5 * (0.25 * 0.75 / factors.numel()) ** 0.5
-    other = kept(2, 4, 8, 4096, Sight(1.0, dropout=0.25, seed=8 << 30))
+    other = _kept(Sight(1.0, dropout=0.25, seed=8 << 30))
     assert 0.3 < float((factors == other).double().mean()) < 0.9
 
 

@@ -1,10 +1,13 @@
 """Sinks of attention: a slot more, of a given score and no value, against the softmax of one column more."""
 
+from typing import Any
+
 import pytest
 import torch
 from torch import Tensor
 
 import tensorloop as tl
+from tensorloop import reference
 from tensorloop.attention import Sight, attend_past, whole
 from tensorloop.attention.past import attend_slots
 
@@ -77,3 +80,107 @@ def test_sinks_of_a_loop_over_arrays_get_their_gradient(checkpoints: int | None)
     torch.testing.assert_close(ys, torch.stack(wanted))
     found, true = (torch.autograd.grad(x.square().sum(), (q, k, v, sinks)) for x in (ys, torch.stack(wanted)))
     torch.testing.assert_close(found, true)
+
+
+# -- tl.attention(sinks=)
+
+
+def reach(t: int, n: int, window: int, starts: Tensor) -> Tensor:
+    """(rows, 1, t, n): what the last t tokens see of n slots, themselves among them."""
+    i, j = torch.arange(n - t, n)[:, None], torch.arange(n)
+    return ((j <= i) & (j > i - window) & (j >= starts[:, None, None]))[:, None]
+
+
+@pytest.mark.parametrize("chunk", [False, True])
+def test_arrays_with_rules_and_sinks(chunk: bool) -> None:
+    q, k, v, sinks = given(torch.float64)
+    starts = torch.tensor([2, 7])  # the second row sees nothing
+    q = q if chunk else q[:, 0]
+
+    def ours(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        keys, values = tl.TensorArray.unstack(k), tl.TensorArray.unstack(v)
+        return tl.attention(q, keys, values, sinks=sinks, causal=chunk, window=4, starts=starts, softcap=2.0)
+
+    def wanted(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
+        t = 3 if chunk else 1
+        found = reference.attention(
+            q.view(2, t, 4, 8), k.transpose(0, 1), v.transpose(0, 1), sees=reach(t, 7, 4, starts),
+            softcap=2.0, sinks=sinks,
+        )  # fmt: skip
+        return found.view(q.shape)
+
+    tl.testing.assert_matches_reference(ours, wanted, q, k, v, sinks)
+    assert ours(q, k, v, sinks)[1].eq(0).all()
+    assert torch.autograd.gradgradcheck(ours, (q, k, v, sinks))
+
+
+def test_a_step_that_sees_all_slots_and_one_with_a_sink_that_takes_nothing() -> None:
+    q, k, v, sinks = given(torch.float64)
+    keys, values = tl.TensorArray.unstack(k), tl.TensorArray.unstack(v)
+    out = tl.attention(q[:, 0], keys, values, sinks=sinks)
+    wanted = reference.attention(q[:, :1], k.transpose(0, 1), v.transpose(0, 1), sinks=sinks)[:, 0]
+    torch.testing.assert_close(out, wanted)
+    nothing = torch.full((4,), -torch.inf, dtype=torch.float64)
+    torch.testing.assert_close(tl.attention(q[:, 0], keys, values, sinks=nothing), tl.attention(q[:, 0], keys, values))
+    x = torch.randn(2, 5, 4, 8)
+    torch.testing.assert_close(tl.attention(x, x, x, sinks=nothing.float()), tl.attention(x, x, x))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
+def test_arrays_in_a_search(dtype: torch.dtype) -> None:
+    """The hypotheses see their histories through their ancestors."""
+    embed, out, sinks = tables = [torch.randn(n, dtype=dtype, requires_grad=True) for n in ((5, 8), (8, 5), (2,))]
+
+    def step(carry: Any, tokens: Tensor, plain: bool) -> Any:
+        x = embed[tokens].unflatten(-1, (2, 4))
+        keys, values = (array.append(y) for array, y in zip(carry, (x.sin(), x.cos()), strict=True))
+        if plain:
+            k, v = (array.stack().flatten(1, 2).transpose(0, 1) for array in (keys, values))
+            y = reference.attention(x.flatten(0, 1)[:, None], k, v, softcap=2.0, sinks=sinks).view(x.shape)
+        else:
+            y = tl.attention(x, keys, values, softcap=2.0, sinks=sinks)
+        return (keys, values), (y.flatten(-2) @ out).log_softmax(-1)
+
+    sizes: Any = {"batch_size": 2, "beam_size": 3, "bos_id": 0, "eos_id": 1, "max_steps": 6}
+    found = []
+    for plain in (False, True):
+        start = tl.TensorArray(), tl.TensorArray()
+        scores = tl.beam_search(lambda c, t, plain=plain: step(c, t, plain), start, **sizes).scores
+        first = torch.autograd.grad(scores.square().sum(), tables, create_graph=True)
+        found.append((scores, *first, *torch.autograd.grad(first[2].square().sum(), tables)))
+    close = 1e-10 if dtype is torch.float64 else 1e-4
+    torch.testing.assert_close(found[0], found[1], atol=close, rtol=close)
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_packed_rows_in_other_dtypes(dtype: torch.dtype) -> None:
+    """Sinks keep a dtype of their own."""
+    torch.manual_seed(0)
+    x, sinks = torch.randn(40, 4, 8, dtype=dtype, requires_grad=True), torch.randn(4, requires_grad=True)
+    p = tl.PackedTensor(x, [33, 0, 7])
+    out = tl.attention(p, p, p, causal=True, sinks=sinks).values
+    wide, lens = x.float(), [33, 0, 7]
+    wanted = reference.attention_packed(wide, wide, wide, lens, lens, causal=True, sinks=sinks)
+    close: dict[str, Any] = {"atol": 5e-2, "rtol": 5e-2} if dtype is torch.bfloat16 else {}
+    torch.testing.assert_close(out.float(), wanted, **close)
+    found, true = (torch.autograd.grad(y.float().sin().sum(), (x, sinks)) for y in (out, wanted))
+    torch.testing.assert_close(found, true, **(close or {"atol": 1e-5, "rtol": 1e-4}))
+
+
+@pytest.mark.parametrize(
+    ("sinks", "error", "said"),
+    [
+        ([1.0], TypeError, r"sinks must be a tensor of floats, got list \[1.0\]"),
+        (torch.ones(4).long(), TypeError, "sinks must be a tensor of floats"),
+        (torch.ones(3), ValueError, r"sinks must be \(heads,\), here \(4,\), got \(3,\)"),
+        (torch.ones(4, device="meta"), ValueError, "sinks is on meta, q is on cpu"),
+    ],
+)
+def test_sinks_that_are_none(sinks: Any, error: type[Exception], said: str) -> None:
+    x = torch.randn(2, 3, 4, 8)
+    keys = tl.TensorArray.unstack(x.transpose(0, 1))
+    for given in ((x, x, x), (x[:, 0], keys, keys)):
+        with pytest.raises(error, match=f"attention: {said}"):
+            tl.attention(*given, sinks=sinks)
+    with pytest.raises(TypeError, match=r"attention.*sinks="):
+        tl.attention(x, x, x, s_aux=torch.ones(4))  # pyright: ignore

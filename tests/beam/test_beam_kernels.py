@@ -15,7 +15,7 @@ from tensorloop.kernels.cpu import threads as _threads
 from tensorloop.kernels.eager import attend as eager_attend
 from tensorloop.kernels.eager import beam as eager_beam
 from tensorloop.kernels.eager.past import past_attend
-from tensorloop.kernels.past import Sight
+from tensorloop.kernels.sight import Sight
 from tests.support.devices import HERE
 
 MODULES = {"cpu": beam, "eager": eager_beam}

@@ -50,7 +50,8 @@ DOORS = {
     "attention.engine": {"beam"},
     **{f"compiler.{name}": {"loop"} for name in _OF_THE_COMPILER},
     "kernels.moves": {"regroup"},
-    "kernels.past": {"attention", "beam"},
+    "kernels.scores": {"attention", "beam"},
+    "kernels.sight": {"attention", "beam", "packed"},
     "kernels.lattices": {"packed"},
     # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
     "kernels.cpu.graphs": {"ordering"},
@@ -103,8 +104,8 @@ INNER = {
     **{name: set[str]() for name in ("loop.effects", "memory.counting", "packed.rows")},
     "memory.report": {"memory.counting"},
     "memory.scaling": {"memory.counting", "memory.report"},
-    "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.past"},
-    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.past", "kernels.eager"},
+    "kernels.eager": {"kernels.lattices", "kernels.moves", "kernels.scores", "kernels.sight"},
+    "kernels.cpu": {"kernels.memory", "kernels.moves", "kernels.scores", "kernels.sight", "kernels.eager"},
 }
 
 

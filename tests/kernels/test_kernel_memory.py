@@ -16,7 +16,7 @@ from tensorloop.kernels import memory
 from tensorloop.kernels.cpu import rows as cpu_rows
 from tensorloop.kernels.cpu import segment_reductions
 from tensorloop.kernels.eager.past import past_attend
-from tensorloop.kernels.past import Sight
+from tensorloop.kernels.sight import Sight
 from tensorloop.packed import PackedTensor
 from tests.support.cuda_cases import (
     DISGUISES,

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from tensorloop import kernels
 from tensorloop.kernels import cases
-from tensorloop.kernels.past import Sight
+from tensorloop.kernels.sight import Sight
 from tests.support.cuda_cases import kernel
 from tests.support.devices import HERE
 

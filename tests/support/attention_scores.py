@@ -33,6 +33,7 @@ def definition(
     bias: Tensor | None = None,
     relative: tuple[Tensor, Tensor] | None = None,
     score_mod: Callable[..., Tensor] | None = None,
+    sinks: Tensor | None = None,
     factors: Tensor | None = None,
 ) -> Tensor:
     """q (T, heads, D), k, v (S, heads_kv, ·) of batch entry b; bias (heads, T, S) or what broadcasts."""
@@ -52,7 +53,10 @@ def definition(
         scores = score_mod(scores, torch.tensor(b), torch.arange(heads)[:, None, None], i[:, None], j)
     hidden = ~sees(i, j, causal, window, chunk, left_chunks) | (scores == -torch.inf)
     none = hidden.all(-1, keepdim=True)
-    weights = scores.masked_fill(hidden, 0).masked_fill(hidden & ~none, -torch.inf).softmax(-1).masked_fill(hidden, 0)
+    scores = scores.masked_fill(hidden, 0).masked_fill(hidden & ~none, -torch.inf)
+    if sinks is not None:
+        scores = torch.cat([scores, sinks[:, None, None].expand(heads, new, 1)], -1)
+    weights = scores.softmax(-1)[..., :seen].masked_fill(hidden, 0)
     return torch.einsum("hij,jhd->ihd", weights if factors is None else weights * factors, v)
 
 
@@ -78,9 +82,10 @@ def learnt(table: Tensor) -> Callable[..., Tensor]:
 
 def kinds(heads: int, width: int, n: int, rows: int, longest: tuple[int, int]) -> dict[str, dict[str, Any]]:
     """Options by what they are called, for packed queries (n, heads, width)."""
-    bias, entry, p, r, wide = tensors(
-        (heads, *longest), (rows, heads, 1, longest[1]), (n, heads, width), (9, heads, width), (5, 1, width)
+    bias, entry, p, r, wide, sinks = tensors(
+        (heads, *longest), (rows, heads, 1, longest[1]), (n, heads, width), (9, heads, width), (5, 1, width), (heads,)
     )
+    every = {"relative": (p, r), "softcap": 2.0, "bias": bias, "score_mod": alibi, "sinks": sinks}
     return {
         "softcap": {"softcap": 0.7, "causal": True},
         "bias": {"bias": bias},
@@ -89,5 +94,6 @@ def kinds(heads: int, width: int, n: int, rows: int, longest: tuple[int, int]) -
         "relative far": {"relative": (p, wide), "causal": True, "chunk": 3, "left_chunks": 1},
         "mod": {"score_mod": alibi},
         "hidden": {"score_mod": some_are_hidden, "chunk": 4},
-        "all": {"relative": (p, r), "softcap": 2.0, "bias": bias, "score_mod": alibi, "window": 4, "causal": True},
+        "sinks": {"sinks": sinks, "causal": True},
+        "all": {**every, "window": 4, "causal": True},
     }

@@ -21,7 +21,7 @@ from tensorloop.kernels.cpu.past import Ints, Laid, bend, keep
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import addresses, lay_all
-from tensorloop.kernels.past import Sight
+from tensorloop.kernels.sight import Sight
 
 BLOCK = 64  # slots
 FEW = 4  # slots that are added up at once; divides BLOCK
@@ -60,52 +60,40 @@ def _attend(
 ) -> None:
     q, out, lse, shared, own = tensors
     k_before, v_before, k, v, n_before, n_shared, n_own = arrays
-    rows, size, heads, heads_kv, width, length = sizes
-    (_, _, first), (scale, cap, _, bias, each_bias), (drop, grown, seed, slots) = sight
-    each, slot, group = heads * width, heads_kv * width, heads // heads_kv
+    rows, size, heads, heads_kv, width, _ = sizes
+    (_, _, first), rules, noise = sight
+    each, slot = heads * width, heads_kv * width
     state, states = pointer(shared, like), pointer(own, like)
-    at, scores = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.float32)
+    room = np.empty(BLOCK, np.int64), np.empty(BLOCK, np.float32)
+    at = room[0]
     top, total = np.empty(size * heads, np.float32), np.empty(size * heads, np.float32)
     for b in range(begin, end):
-        q_b, out_b = q + 4 * b * size * each, out + 4 * b * size * each
-        result, log = _floats(out_b), _floats(lse + 4 * b * size * heads)
+        result, log = _floats(out + 4 * b * size * each), _floats(lse + 4 * b * size * heads)
         result_size = size * each
         for i in range(result_size):
             result[i] = 0
         top[:], total[:] = -np.inf, 0
         low = max(pointer(first, np.int64(0))[b], 0) if first else 0
-        added, mark = bias + 4 * each_bias * b, b * size * heads * slots + seed
         for start in range(low, n_before, BLOCK):
             count = min(BLOCK, n_before - start)
             for j in range(count):
                 at[j] = ((start + j) * rows + b) * slot
-            _block(
-                q_b, out_b, k_before, v_before, top, total, at, count, scores, size, heads, group, width, scale, cap,
-                added + 4 * start if bias else 0, size * length, length, mark + start, slots, drop, grown,
-            )  # fmt: skip
+            _block(q, out, k_before, v_before, (b, 0, size), (start, count), (top, total), room, sizes, rules, noise)
         for start in range(max(low - n_before, 0), n_shared, BLOCK):
-            count = min(BLOCK, n_shared - start)
+            count, place = min(BLOCK, n_shared - start), n_before + start
             for j in range(count):
                 t = start + j
                 at[j] = ((t * rows + b) * size + state[t * rows + b]) * slot
                 _expect(k + 4 * at[j], slot)
                 _expect(v + 4 * at[j], slot)
-            place = n_before + start
-            _block(
-                q_b, out_b, k, v, top, total, at, count, scores, size, heads, group, width, scale, cap,
-                added + 4 * place if bias else 0, size * length, length, mark + place, slots, drop, grown,
-            )  # fmt: skip
+            _block(q, out, k, v, (b, 0, size), (place, count), (top, total), room, sizes, rules, noise)
         for start in range(max(low - n_before - n_shared, 0), n_own, BLOCK):
             count, place = min(BLOCK, n_own - start), n_before + n_shared + start
             for i in range(size):
                 for j in range(count):
                     t = start + j
                     at[j] = (((n_shared + t) * rows + b) * size + states[(t * rows + b) * size + i]) * slot
-                _block(
-                    q_b + 4 * i * each, out_b + 4 * i * each, k, v, top[i * heads :], total[i * heads :], at, count,
-                    scores, 1, heads, group, width, scale, cap, added + 4 * (i * length + place) if bias else 0,
-                    size * length, length, mark + i * heads * slots + place, slots, drop, grown,
-                )  # fmt: skip
+                _block(q, out, k, v, (b, i, i + 1), (place, count), (top, total), room, sizes, rules, noise)
         for o in range(size * heads):
             if total[o] == 0:  # it sees nothing
                 top[o], total[o] = 0, 1
@@ -116,25 +104,38 @@ def _attend(
 
 @summing
 def _block(
-    q: int, out: int, k: int, v: int, top: Any, total: Any, at: Any, count: int, scores: Any,
-    size: int, heads: int, group: int, width: int, scale: Any, cap: Any, bias: int, by_head: int, by_query: int,
-    mark: int, slots: int, drop: int, grown: Any,
-) -> None:  # fmt: skip
-    """Adds what `size` hypotheses see at `count` places to their outputs, before division by the totals.
+    q: int,
+    out: int,
+    k: int,
+    v: int,
+    whose: Ints,
+    slots: Ints,
+    sums: Any,
+    room: Any,
+    sizes: Ints,
+    rules: Any,
+    noise: Any,
+) -> None:
+    """Adds what hypotheses see at some places to their outputs, before division by the totals.
 
-    `bias` and `mark`, of which weights are dropped by a hash, are those of the first head, hypothesis and place.
+    `whose`: row b, its hypotheses from one to another. `slots`: the number of the first, and how many. `sums`: top and
+    total, of all in row b. `room`: where the slots are, and room for scores.
     """
+    _, size, heads, heads_kv, width, length = sizes
+    (b, low, high), (place, count), (at, scores), (top, total) = whose, slots, room, sums
+    scale, cap, _, bias, each = rules
     full = (count + FEW - 1) // FEW * FEW
     for j in range(count, full):
         at[j] = at[count - 1]
     for h in range(heads):
-        first = h // group * width
-        for i in range(size):
+        first = h // (heads // heads_kv) * width
+        for i in range(low, high):
             o = i * heads + h
-            _scores(_floats(q + 4 * o * width), k + 4 * first, at, full, width, scale, scores)
+            query = 4 * (b * size * heads + o) * width
+            _scores(_floats(q + query), k + 4 * first, at, full, width, scale, scores)
             bend(scores, scores, 0, count, cap, False)
             if bias:
-                more = _floats(bias + 4 * (h * by_head + i * by_query))
+                more = _floats(bias + 4 * (each * b + (h * size + i) * length + place))
                 for j in range(count):
                     scores[j] += more[j]
             best = top[o]
@@ -145,12 +146,12 @@ def _block(
             for j in range(count):
                 scores[j] = exp(scores[j] - base)
                 added += scores[j]
-            if drop:
-                keep(scores, scores, 0, count, mark + (i * heads + h) * slots, drop, grown)
+            if noise[0]:
+                keep(scores, 0, count, b * size + i, h, place, noise)
             for j in range(count, full):
                 scores[j] = 0
             top[o], total[o] = best, total[o] * kept + added
-            _add(_floats(out + 4 * o * width), kept, v + 4 * first, at, full, width, scores)
+            _add(_floats(out + query), kept, v + 4 * first, at, full, width, scores)
 
 
 @inlined

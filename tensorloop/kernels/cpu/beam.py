@@ -18,6 +18,7 @@ from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager import beam
 from tensorloop.kernels.memory import address, addresses, is_laid, lay_all, lay_out
 
+Ints = tuple[int, ...]
 BLOCK = 32  # continuations that are compared with the worst one kept at once; as many bits tell which are looked at
 
 
@@ -35,9 +36,8 @@ def beam_best(
         for x, fill in ((values, -torch.inf), (ends, -torch.inf), (parents, 0), (tokens, 0)):
             x.fill_(fill)
     alive = (keys, log_probs, values, parents, tokens, ends)
-    args = (
-        *addresses(alive), _address(ids), size, vocabulary, count, eos_id, high, keys.element_size(), LIKE[keys.dtype],
-    )  # fmt: skip
+    sizes = size, vocabulary, count, eos_id, high, keys.element_size()
+    args = ((*addresses(alive), _address(ids)), sizes, LIKE[keys.dtype])
     share(_best, rows, log_probs.nbytes, args, (*alive, keys if ids is None else ids))
     return values, parents, tokens, ends
 
@@ -56,10 +56,8 @@ def beam_pool(
         return beam.beam_pool(ends, runs, pool, searching, t, rule, ranked)
     *given, searching = lay_all((*ends, *runs, searching))
     keys, sums, *_ = pool
-    rows, size = runs[0].shape
-    at = addresses((*given, *pool, searching))
-    rules = (rule == "exact", rule == "first_n")
-    return _pool(*at, rows, size, keys.shape[1], t, *rules, LIKE[keys.dtype], LIKE[sums.dtype])
+    at, sizes = addresses((*given, *pool, searching)), (*runs[0].shape, keys.shape[1], t)
+    return _pool(tuple(at), sizes, (rule == "exact", rule == "first_n"), (LIKE[keys.dtype], LIKE[sums.dtype]))
 
 
 def beam_chosen(
@@ -73,7 +71,7 @@ def beam_chosen(
     places, chosen = tokens.new_empty(rows * size, dtype=small), tokens.new_empty(2 * rows * size, dtype=small)
     taken = tokens.new_empty(rows, size)
     at = addresses((parents, tokens, taken, places, chosen))
-    _chosen(*at, _address(ids), rows, size, vocabulary, eos_id, LIKE[small])
+    _chosen((*at, _address(ids)), (rows, size, vocabulary, eos_id), LIKE[small])
     return taken, places, chosen
 
 
@@ -84,7 +82,8 @@ def beam_ancestors(table: Tensor, kept: Tensor, parents: Tensor, ids: Tensor | N
     _, rows, size = table.shape
     parents, ids = lay_out(parents), None if ids is None else lay_out(ids)
     count = rows if ids is None else len(ids)
-    return _ancestors(*addresses((table, kept, parents)), _address(ids), count, rows, size, first, t, LIKE[table.dtype])
+    tensors = *addresses((table, kept, parents)), _address(ids)
+    return _ancestors(tensors, (count, rows, size, first, t), LIKE[table.dtype])
 
 
 def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
@@ -92,7 +91,7 @@ def beam_trace(parents: Tensor, lens: Tensor, places: Tensor) -> Tensor:
     parents, lens, places = map(lay_out, (parents, lens, places))
     (steps, rows, size), each = parents.shape, places.shape[1]
     out = parents.new_zeros(steps, rows, each)
-    args = (*addresses((parents, lens, places, out)), steps, rows, size, each)
+    args = (tuple(addresses((parents, lens, places, out))), (steps, rows, size, each))
     share(_trace, rows, 16 * out.numel(), args, (parents, lens, places, out))
     return out
 
@@ -131,10 +130,9 @@ def _lowest(typingctx: Any, bits: Any) -> Any:
 
 
 @compiled
-def _best(
-    begin: int, end: int, keys: int, log_probs: int, values: int, parents: int, tokens: int, ends: int, ids: int,
-    size: int, vocabulary: int, count: int, eos: int, high: int, width: int, like: Any,
-) -> None:  # fmt: skip
+def _best(begin: int, end: int, tensors: Ints, sizes: Ints, like: Any) -> None:
+    keys, log_probs, values, parents, tokens, ends, ids = tensors
+    size, vocabulary, count, eos, high, width = sizes
     row_of = pointer(ids, np.int64(0))
     for row in range(begin, end):
         b = row_of[row] if ids else row
@@ -205,13 +203,10 @@ def _insert(kept: Any, parent: Any, token: Any, count: Any, x: Any, k: Any, v: A
 
 
 @compiled
-def _trace(
-    begin: int, end: int, parents: int, lens: int, places: int, out: int, steps: int, rows: int, size: int, each: int
-) -> None:
-    parent, length, place, found = (
-        pointer(parents, np.int64(0)), pointer(lens, np.int64(0)), pointer(places, np.int64(0)),
-        pointer(out, np.int64(0)),
-    )  # fmt: skip
+def _trace(begin: int, end: int, tensors: Ints, sizes: Ints) -> None:
+    (parents, lens, places, out), (steps, rows, size, each) = tensors, sizes
+    parent, length, place = pointer(parents, np.int64(0)), pointer(lens, np.int64(0)), pointer(places, np.int64(0))
+    found = pointer(out, np.int64(0))
     for b in range(begin, end):
         for i in range(b * each, (b + 1) * each):
             k = place[i]
@@ -221,17 +216,11 @@ def _trace(
 
 
 @compiled
-def _pool(
-    ends: int, end_sums: int, runs: int, bounds: int, pool_keys: int, pool_sums: int, pool_ends: int, most: int,
-    lost: int, searching: int, rows: int, size: int, count: int, t: int, exact: bool, first_n: bool,
-    like: Any, like_sum: Any,
-) -> int:  # fmt: skip
-    end, end_sum, key, bound = (
-        pointer(ends, like),
-        pointer(end_sums, like_sum),
-        pointer(runs, like),
-        pointer(bounds, like),
-    )
+def _pool(tensors: Ints, sizes: Ints, rule: tuple[bool, bool], likes: tuple[Any, Any]) -> int:
+    ends, end_sums, runs, bounds, pool_keys, pool_sums, pool_ends, most, lost, searching = tensors
+    (rows, size, count, t), (exact, first_n), (like, like_sum) = sizes, rule, likes
+    end, end_sum = pointer(ends, like), pointer(end_sums, like_sum)
+    key, bound = pointer(runs, like), pointer(bounds, like)
     kept, kept_sum, at = pointer(pool_keys, like), pointer(pool_sums, like_sum), pointer(pool_ends, np.int64(0))
     top, left, searches = pointer(most, like), pointer(lost, like), pointer(searching, np.uint8(0))
     said = 0
@@ -259,10 +248,8 @@ def _pool(
 
 
 @compiled
-def _chosen(
-    parents: int, tokens: int, taken: int, places: int, chosen: int, ids: int, rows: int, size: int, vocabulary: int,
-    eos: int, like: Any,
-) -> None:  # fmt: skip
+def _chosen(tensors: Ints, sizes: Ints, like: Any) -> None:
+    (parents, tokens, taken, places, chosen, ids), (rows, size, vocabulary, eos) = tensors, sizes
     parent, token, row_of = pointer(parents, np.int64(0)), pointer(tokens, np.int64(0)), pointer(ids, np.int64(0))
     to, place, pick = pointer(taken, np.int64(0)), pointer(places, like), pointer(chosen, like)
     for b in range(rows):
@@ -275,9 +262,8 @@ def _chosen(
 
 
 @compiled
-def _ancestors(
-    table: int, kept: int, parents: int, ids: int, count: int, rows: int, size: int, first: int, t: int, like: Any
-) -> int:  # fmt: skip
+def _ancestors(tensors: Ints, sizes: Ints, like: Any) -> int:
+    (table, kept, parents, ids), (count, rows, size, first, t) = tensors, sizes
     place, keep, old = pointer(table, like), pointer(kept, like), np.full(size, like)
     parent, row_of = pointer(parents, np.int64(0)), pointer(ids, np.int64(0))
     for i in range(rows * size):

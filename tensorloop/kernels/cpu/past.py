@@ -17,10 +17,12 @@ from tensorloop.kernels.cpu.pointers import pointer
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager import past as eager
 from tensorloop.kernels.memory import address, addresses, lay_all, lay_out
-from tensorloop.kernels.past import Sight
+from tensorloop.kernels.scores import FACTORS, least_kept
+from tensorloop.kernels.sight import Sight
 
 BLOCK = 32  # slots that are gone through for all heads, while they are in the first cache
 FEW = 4  # slots that are read at once; divides BLOCK
+FIRST, SECOND = FACTORS
 Ints = tuple[int, ...]
 
 
@@ -80,10 +82,9 @@ class Laid:
             if x is not None:
                 self.tensors.append(x)
                 places[i] = address(x)
-        drop, slots = int(sight.dropout * (1 << 24)), length if sight.slots is None else sight.slots
         self.sizes = (rows, new, heads, heads_kv, width, length)
         scale, cap, grown = map(np.float32, (sight.scale, sight.softcap, 1 / (1 - sight.dropout)))
-        noise = (drop, grown, sight.seed, slots)
+        noise = (sight.dropout > 0, grown, least_kept(sight.dropout), sight.seed, sight.begin)
         self.sight = ((sight.causal, sight.window, places[0]), (scale, cap, places[1], places[2], each), noise)
 
 
@@ -91,7 +92,7 @@ class Laid:
 def _attend(begin: int, end: int, tensors: Ints, sizes: Ints, sight: tuple[tuple[Any, ...], ...]) -> None:
     q, k, v, out, lse = tensors
     rows, new, heads, heads_kv, width, length = sizes
-    range_of, (scale, cap, seen, bias, each), (drop, grown, seed, slots) = sight
+    range_of, (scale, cap, seen, bias, each), noise = sight
     group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
     table = np.empty((heads, length + FEW), np.float32)
     for task in range(begin, end):
@@ -124,8 +125,8 @@ def _attend(begin: int, end: int, tensors: Ints, sizes: Ints, sight: tuple[tuple
                     scores[j] = 0
             for j in range(low, high):
                 scores[j] /= total
-            if drop:
-                keep(scores, scores, low, high, (task * heads + h) * slots + seed, drop, grown)
+            if noise[0]:
+                keep(scores, low, high, task, h, 0, noise)
             result = _floats(out_i + 4 * h * width)
             for d in range(width):
                 result[d] = 0
@@ -143,7 +144,7 @@ def _reverse(
     grad, q, k, v, out, lse = tensors
     of_q, of_k, of_v, of_bias = gradients
     rows, new, heads, heads_kv, width, length = sizes
-    range_of, (scale, cap, seen, bias, each), (drop, grown, seed, slots) = sight
+    range_of, (scale, cap, seen, bias, each), noise = sight
     group, slot, step = heads // heads_kv, heads_kv * width, rows * heads_kv * width
     size = (heads, length + FEW)
     weights, slopes, bends = np.empty(size, np.float32), np.empty(size, np.float32), np.empty(size, np.float32)
@@ -170,12 +171,12 @@ def _reverse(
             _shift(weight, low, high, bias, each * b + (h * new + i) * length, seen, task * length)
             for j in range(low, high):
                 weight[j] = exp(min(weight[j] - log[h], np.float32(0)))
-            if drop:
-                keep(slope, slope, low, high, (task * heads + h) * slots + seed, drop, grown)
+            if noise[0]:
+                keep(slope, low, high, task, h, 0, noise)
             for j in range(low, high):
                 slope[j] = weight[j] * (slope[j] - delta)
-            if drop:
-                keep(weight, weight, low, high, (task * heads + h) * slots + seed, drop, grown)
+            if noise[0]:
+                keep(weight, low, high, task, h, 0, noise)
             if of_bias:
                 into = _floats(of_bias + 4 * ((b * heads + h) * new + i) * length)
                 for j in range(low, high):
@@ -273,14 +274,21 @@ def _mix(out: Any, v: Any, step: Any, low: Any, high: Any, width: Any, weights: 
 
 
 @inlined
-def keep(weights: Any, into: Any, low: Any, high: Any, place: Any, drop: Any, grown: Any) -> None:
-    """Drops weights by a hash of their places (the finaliser of MurmurHash3, by A. Appleby), and grows the rest."""
+def keep(weights: Any, low: Any, high: Any, query: Any, head: Any, place: Any, noise: Any) -> None:
+    """Drops weights by the hash of `keep` in `kernels/scores.py`, and grows the rest; weights[0] is that of `place`."""
+    _, grown, least, seed, begin = noise
+    mark = _scramble(_scramble(np.int64(query + seed)) + head) + begin + place
     for j in range(low, high):
-        x = np.uint64(place + j)
-        x = (x ^ (x >> np.uint64(33))) * np.uint64(18397679294719823053)
-        x = (x ^ (x >> np.uint64(33))) * np.uint64(14181476777654086739)
-        x = x ^ (x >> np.uint64(33))
-        into[j] = weights[j] * grown if (x >> np.uint64(40)) >= np.uint64(drop) else np.float32(0)
+        x = (mark + j) * FIRST
+        x = (x ^ (x >> 29)) * SECOND
+        weights[j] = weights[j] * grown if x >= least else np.float32(0)
+
+
+@inlined
+def _scramble(x: Any) -> Any:
+    x = (x ^ (x >> 33)) * FIRST
+    x = (x ^ (x >> 29)) * SECOND
+    return x ^ (x >> 32)
 
 
 @inlined

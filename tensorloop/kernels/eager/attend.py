@@ -5,7 +5,8 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.past import Sight, hide, log_sums, weigh
+from tensorloop.kernels.scores import ScorePlaces, hide, soften, widen
+from tensorloop.kernels.sight import Sight
 
 
 def beam_attend(
@@ -18,20 +19,20 @@ def beam_attend(
     Either may be empty, or one tensor that is both. `sight`: of K queries, not causal; its slots are those of the
     prefix, then the others. What sees nothing gets 0, with a log-sum-exp of 0. Sums are float32 at least.
     """
-    wide = torch.promote_types(q.dtype, torch.float32)
-    common, single = _seen(prefix, slots, shared, own, wide)
-    queries = q.unflatten(2, (common[0].shape[-2], -1)).to(wide)
+    common, single = _seen(prefix, slots, shared, own, widen(q.dtype))
+    groups = common[0].shape[2], q.shape[2] // common[0].shape[2]
+    queries = q.transpose(1, 2).unflatten(1, groups).to(common[0].dtype)
     parts = [
-        torch.einsum("bkhgd,sbhd->bkhgs", queries, common[0]),
-        torch.einsum("bkhgd,sbkhd->bkhgs", queries, single[0]),
+        torch.einsum("bhgkd,sbhd->bhgks", queries, common[0]),
+        torch.einsum("bhgkd,sbkhd->bhgks", queries, single[0]),
     ]
-    scores = hide(torch.cat(parts, -1).flatten(2, 3).transpose(1, 2), sight)
-    weights = (
-        weigh(scores, sight).transpose(1, 2).unflatten(2, queries.shape[2:4]).split([x.shape[-1] for x in parts], -1)
-    )
-    out = torch.einsum("bkhgs,sbhd->bkhgd", weights[0], common[1])
-    out = out + torch.einsum("bkhgs,sbkhd->bkhgd", weights[1], single[1])
-    return out.flatten(2, 3).to(q.dtype), log_sums(scores)
+    products = torch.cat(parts, -1).flatten(1, 2)
+    places = ScorePlaces.dense(products.shape, q.device)
+    weights, lse = soften(products, sight, places, hide(q, products.shape[3], sight))
+    weights = weights.unflatten(1, groups).split([x.shape[-1] for x in parts], -1)
+    out = torch.einsum("bhgks,sbhd->bkhgd", weights[0], common[1])
+    out = out + torch.einsum("bhgks,sbkhd->bkhgd", weights[1], single[1])
+    return out.flatten(2, 3).to(q.dtype), lse[..., 0].transpose(1, 2)
 
 
 def _seen(

@@ -1,9 +1,9 @@
 """Attention of the last tokens to all tokens of an array, in torch operations."""
 
-import torch
 from torch import Tensor
 
-from tensorloop.kernels.past import Sight, bent, kept, log_sums, mix, score, sees_all, visible, weigh
+from tensorloop.kernels.scores import Attended, ScorePlaces, attend, attend_grad, hide
+from tensorloop.kernels.sight import Sight
 
 
 def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, Tensor]:
@@ -11,32 +11,24 @@ def past_attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> tuple[Tensor, 
 
     A query that sees nothing gets 0, with a log-sum-exp of 0. Sums are float32 at least.
     """
-    scores = score(q, k, sight)
-    return mix(weigh(scores, sight), v, q.dtype), log_sums(scores)
+    keys, values = (x.permute(1, 2, 0, 3) for x in (k, v))
+    out, lse = attend(q.transpose(1, 2), keys, values, sight, _places(q, k), hide(q, len(k), sight))
+    return out.transpose(1, 2).to(q.dtype), lse.transpose(1, 2)
 
 
 def past_attend_grad(
     grad: Tensor, q: Tensor, k: Tensor, v: Tensor, out: Tensor, lse: Tensor, sight: Sight, of_k: Tensor, of_v: Tensor
 ) -> tuple[Tensor, Tensor | None]:
     """The gradients of q and of the bias; those of k and v are added to `of_k` and `of_v` (n, B, heads_kv, D)."""
-    wide = torch.promote_types(q.dtype, torch.float32)
-    (rows, new, heads, _), (length, _, heads_kv, _) = q.shape, k.shape
-    queries, coming, keys, values = (x.to(wide) for x in (*(x.unflatten(2, (heads_kv, -1)) for x in (q, grad)), k, v))
-    slopes = torch.einsum("bthgd,sbhd->bhgts", coming, values).flatten(1, 2)
-    delta = (grad.to(wide) * out.to(wide)).sum(-1).transpose(1, 2)[..., None]
-    scores, bend = bent(torch.einsum("bthgd,sbhd->bhgts", queries, keys).flatten(1, 2), sight)
-    log = lse.to(wide).transpose(1, 2)[..., None]
-    seen = scores > float("-inf")
-    if not sees_all(new, length, sight):
-        seen = seen & visible(rows, new, length, sight, q.device)[:, None]
-    weights = torch.where(seen, (scores - log).clamp(max=0).exp(), 0)
-    if sight.dropout:
-        factors = kept(rows, heads, new, length, sight).to(q.device, wide)
-        slopes, weights = weights * (slopes * factors - delta), weights * factors
-    else:
-        slopes = weights * (slopes - delta)
-    of_bias = None if sight.bias is None else slopes.sum_to_size(sight.bias.shape).to(sight.bias.dtype)
-    slopes = (slopes * bend * sight.scale).unflatten(1, (heads_kv, -1))
-    of_k.add_(torch.einsum("bhgts,bthgd->sbhd", slopes, queries))
-    of_v.add_(torch.einsum("bhgts,bthgd->sbhd", weights.unflatten(1, (heads_kv, -1)), coming))
-    return torch.einsum("bhgts,sbhd->bthgd", slopes, keys).flatten(2, 3).to(q.dtype), of_bias
+    keys, values = (x.permute(1, 2, 0, 3) for x in (k, v))
+    given = Attended(q.transpose(1, 2), keys, values, out.transpose(1, 2), lse.transpose(1, 2))
+    coming = grad.transpose(1, 2)
+    dq, dk, dv, found = attend_grad(coming, given, sight, _places(q, k), hide(q, len(k), sight))
+    of_k.add_(dk.permute(2, 0, 1, 3))
+    of_v.add_(dv.permute(2, 0, 1, 3))
+    return dq.transpose(1, 2).to(q.dtype), found[0]
+
+
+def _places(q: Tensor, k: Tensor) -> ScorePlaces:
+    rows, new, heads, _ = q.shape
+    return ScorePlaces.dense((rows, heads, new, len(k)), q.device)

@@ -301,8 +301,7 @@ class StaticPackedTensor(StaticPacked, _Base):
         check_rows(k, v)
         if k._rows.count != self._rows.count:
             raise WrongValue(f"q has {self._rows.count} rows, k {k._rows.count}")
-        lens = self._rows.offsets.diff(), k._rows.offsets.diff()
-        return self.pack(attend(self.pad(), k.pad(), v.pad(), lens, causal, scale))
+        return self.pack(attend(self.pad(), k.pad(), v.pad(), k._rows.offsets.diff(), causal, scale))
 
     def document_mask(self, causal: bool = False) -> Callable[..., Tensor]:
         """Gives a `mask_mod` for FlexAttention over (1, heads, N, D): an entry sees its own row.

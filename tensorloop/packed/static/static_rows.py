@@ -9,6 +9,7 @@ from torch import Tensor
 from torch.nn import functional as F
 
 from tensorloop._common.errors import WrongValue
+from tensorloop.kernels.sight import Sight, visible
 
 
 class StaticRows:
@@ -98,13 +99,11 @@ class StaticRows:
         return self.pack(x.expand(self.count, *x.shape[1:]))
 
 
-def attend(q: Tensor, k: Tensor, v: Tensor, lens: tuple[Tensor, Tensor], causal: bool, scale: float | None) -> Tensor:
-    """Padded (B, T, heads, D) of `lens` of queries and keys -> (B, T, heads, Dv); 0 where no key is seen."""
-    steps, keys = q.shape[1], k.shape[1]
-    at = torch.arange(keys, device=q.device)
-    seen = (at < lens[1][:, None]).view(-1, 1, 1, keys)
-    if causal:
-        seen = seen & (at <= torch.arange(steps, device=q.device)[:, None])
+def attend(q: Tensor, k: Tensor, v: Tensor, lens: Tensor, causal: bool, scale: float | None) -> Tensor:
+    """Padded (B, T, heads, D), with `lens` of the keys -> (B, T, heads, Dv); 0 where no key is seen."""
+    inside = torch.arange(k.shape[1], device=q.device) < lens[:, None]
+    sight = Sight(causal=causal, seen=inside[:, None], ends=False)
+    seen = visible(len(q), q.shape[1], k.shape[1], sight, q.device)[:, None]
     any_seen = seen.any(-1, keepdim=True)
     q, k, v = (x.transpose(1, 2) for x in (q, k, v))
     # A row of a mask without True would be NaN: it sees all, and its result is left.

@@ -224,16 +224,16 @@ class StandIn(Store):
         twin._become(self._known().detach())
         return twin
 
-    def attend(self, q: Tensor, keys: Any, values: Any, rules: Any) -> Any:
+    def attend(self, q: Tensor, keys: Any, values: Any, sight: Any) -> Any:
         """Attention to all slots as the formula says."""
-        if not rules.plain:
+        if not sight.plain:
             return NotImplemented
         stores = [store_of(x) for x in (keys, values)]
         if not all(isinstance(x, StandIn) for x in stores) or not _fit(q, *(x.values for x in stores)):  # pyright: ignore[reportOptionalMemberAccess, reportAttributeAccessIssue]
             return NotImplemented
         k, v = (x.whole() for x in stores)  # pyright: ignore[reportOptionalMemberAccess]
         group = q.shape[-2] // k.shape[-2]
-        q = q.unflatten(-2, (k.shape[-2], group)) * rules.scale
+        q = q.unflatten(-2, (k.shape[-2], group)) * sight.scale
         weights = torch.softmax(torch.einsum("...d,n...d->...n", q, k.unsqueeze(-2)), -1)
         return torch.einsum("...n,n...d->...d", weights, v.unsqueeze(-2)).flatten(-3, -2)
 
