@@ -40,9 +40,9 @@ SAYS = {
     "turns": "in place, it changes sizes or all numbers",
     "moves": "it may move entries although its dim is a feature",
     # of tables made by T
-    "begins": "nothing comes from another place along time: the result's beginning is that of a shorter row",
+    "begins": "nothing comes from a later place along time: the result's beginning is that of a shorter row",
     "fact": "it says nothing of sizes",
-    "chooses": "its gradient goes to entries that it chooses",
+    "chooses": "its gradient goes to entries that it chooses among all of a dim; running ones only look back",
     "by number": "somebody may have read the longest row's number from a shape",
     "as it is": "it gives the same numbers elsewhere",
 }
@@ -71,9 +71,14 @@ TABLE: dict[str, Row] = {}
 
 
 def row(kind: str, names: str, rows: str | Lacks = "", says: str = "", called: str = "", **runs: str | Lacks) -> None:
-    """Enters functions that differ in their names alone; `says` has words of SAYS with commas between."""
+    """Enters functions that differ in their names alone; `says` has words of SAYS with commas between.
+
+    Along the dims of scores goes what drops its dim or keeps it: the keys of each query are a row.
+    """
     words = frozenset(filter(None, says.split(", ")))
     assert words <= SAYS.keys(), words
+    if kind == ALONG and words & {"drops", "keeps"}:
+        runs.setdefault(SCORES, "score_ops.along")
     for name in names.split():
         assert name not in TABLE, name
         TABLE[name] = Row(name, kind, ({ROWS: rows} if rows else {}) | runs, words, called or name)

@@ -160,7 +160,8 @@ def plain(name: str, *before: Any, **after: Any) -> Callable[[Any, int], Any]:
     return lambda x, d: func(x, *before, **({"dim": d} | after))
 
 
-CALLS: dict[str, Callable[[Any, int], Any]] = {
+Call = Callable[[Any, int], Any]
+CALLS: dict[str, Call] = {
     **{name: plain(name) for name in ("sum", "nansum", "mean", "nanmean", "amax", "amin", "max", "min", "argmax")},
     **{name: plain(name) for name in ("argmin", "logsumexp", "std", "var", "std_mean", "var_mean", "any", "all")},
     **{name: plain(name) for name in ("count_nonzero", "prod", "norm", "median", "nanmedian", "softmax")},
@@ -191,14 +192,14 @@ CALLS: dict[str, Callable[[Any, int], Any]] = {
     "narrow": lambda x, d: x.narrow(d, 0, 1),
 }
 # Along a feature dim alone, of several results, or drawing numbers.
-ALONG_BY_HAND: dict[str, Callable[[Any, int], Any]] = {
+ALONG_BY_HAND: dict[str, Call] = {
     "glu": lambda x, d: F.glu(x, d),
     "chunk": lambda x, d: x.chunk(2, d),
     "split": lambda x, d: x.split(1, d),
     "split_with_sizes": lambda x, d: torch.split_with_sizes(x, [1, x.shape[d] - 1], d),
     "tensor_split": lambda x, d: x.tensor_split(2, d),
     "unbind": lambda x, d: x.unbind(d),
-    "gumbel_softmax": lambda x, d: (F.gumbel_softmax(x, dim=d) * 0).sum(d),
+    "gumbel_softmax": lambda x, d: F.gumbel_softmax(x, dim=d) * 0,
     "linalg_matrix_norm": lambda x, d: torch.linalg.matrix_norm(x, "fro", (-2, -1)),
 }
 
@@ -207,15 +208,29 @@ def leaves(x: Any) -> list[Any]:
     return [y for part in x for y in leaves(part)] if isinstance(x, (tuple, list)) else [x]
 
 
-def assert_as_alone(call: Callable[[Any, int], Any], p: PackedTensor, order: tuple[int, ...], d: int) -> None:
-    """Each row of `call(p in this order, d)` is what that row alone gives."""
+def assert_as_alone(name: str, call: Call, p: PackedTensor, order: tuple[int, ...], d: int) -> None:
+    """Each row of `call(p in this order, d)` is what that row alone gives, and so are gradients and the dims it has."""
     batch = order.index(0)
-    alone = [row.permute([n - 1 for n in order if n]) for row in p]
-    wanted = [leaves(call(row, d - (d > batch))) for row in alone]
-    for k, part in enumerate(leaves(call(p.permute(order), d))):
+    alone = [row.detach().requires_grad_() for row in p]
+    p.values.requires_grad_()
+    wanted = [leaves(call(row.permute([n - 1 for n in order if n]), d - (d > batch))) for row in alone]
+    found = leaves(call(p.permute(order), d))
+    for k, part in enumerate(found):
+        assert "keeps" not in TABLE[name].says or part.ndim == p.ndim
+        assert "drops" not in TABLE[name].says or part.ndim == p.ndim - 1
         place = batch - (part.ndim < p.ndim and d < batch)  # of the batch, where d is gone
         for one, other in zip(part.unbind(place), wanted, strict=True):
             torch.testing.assert_close(one, other[k])
+    if any(part.requires_grad for part in found):
+        torch.testing.assert_close(
+            slopes(found, [p.values])[0], torch.cat(slopes([x for of in wanted for x in of], alone))
+        )
+
+
+def slopes(results: list[Any], inputs: list[Tensor]) -> tuple[Tensor, ...]:
+    """The gradient of the sum of the squares of what is differentiable."""
+    total: Any = sum(x.square().sum() for x in results if x.requires_grad)
+    return torch.autograd.grad(total, inputs)
 
 
 @pytest.mark.filterwarnings("ignore::tensorloop.packed.PackedFallbackWarning")
@@ -225,7 +240,7 @@ def test_along_each_dim_of_each_order(name: str, order: tuple[int, ...]) -> None
     p = PackedTensor(torch.randn(9, 2, 3, dtype=D), LENS)
     batch = order.index(0)
     for d in {*range(4)} - {batch}:
-        assert_as_alone(CALLS[name], p, order, d)
+        assert_as_alone(name, CALLS[name], p, order, d)
 
 
 @pytest.mark.parametrize("order", [(0, 1, 2, 3), (0, 2, 1, 3), (1, 0, 2, 3), (0, 2, 3, 1)], ids=str)
@@ -236,7 +251,7 @@ def test_along_features_of_each_order(name: str, order: tuple[int, ...]) -> None
         with pytest.raises(TypeError, match="norm of matrices over dims"):
             ALONG_BY_HAND[name](p.permute(order), d)
     else:
-        assert_as_alone(ALONG_BY_HAND[name], p, order, d)
+        assert_as_alone(name, ALONG_BY_HAND[name], p, order, d)
 
 
 @pytest.mark.parametrize("order", [(0, 2, 1, 3), (1, 0, 2, 3), (0, 2, 3, 1)], ids=str)
