@@ -105,7 +105,7 @@ def _done_again(
 
 
 def _price(n: fx.Node) -> int:
-    """Of what a node gives. Several tensors at once are not kept: each is, by itself; nor is what grows."""
+    """Returns the price of keeping a node's value: several tensors are kept one by one, what grows is never kept."""
     if not isinstance(n.meta["val"], Tensor) or grows(n):
         return _FOREVER
     return bytes_of(n) * 8 + (8 if is_view(n) else 1)
