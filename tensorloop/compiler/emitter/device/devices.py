@@ -22,7 +22,7 @@ MOST_ARGUMENTS = 500  # a kernel's have 4 KiB of room on every device
 
 
 class Device(Protocol):
-    """What device text asks of a device.
+    """A device that text is written for: its lanes, groups and memory, and how barriers and shuffles are written.
 
     lane, group, scratch are names in its text: an i64, an i64, and the address of the group's scratch memory.
     """
@@ -44,7 +44,7 @@ class Device(Protocol):
 
     @property
     def machine(self) -> Machine:
-        """What LLVM is told, for values that are one element wide."""
+        """Returns the machine that LLVM compiles for; values are one element wide."""
         ...
 
     def begin(self, code: Code, lanes: int, groups: int, scratch: int, local: bool) -> None:
@@ -96,7 +96,7 @@ class Nvptx:
 
     @property
     def machine(self) -> Machine:
-        """What LLVM is told."""
+        """Returns the machine that LLVM compiles for."""
         features = "" if self.version is None else f"+ptx{self.version.replace('.', '')}"
         return OneWide("nvptx64-nvidia-cuda", self.arch, features, 32, 32)
 
@@ -181,7 +181,7 @@ class Coroutines:
 
     @property
     def machine(self) -> Machine:
-        """What LLVM is told."""
+        """Returns the machine that LLVM compiles for."""
         return OneWide(self.here.triple, self.here.cpu, self.here.features, 32, 32)
 
     def begin(self, code: Code, lanes: int, groups: int, scratch: int, local: bool) -> None:

@@ -77,7 +77,7 @@ class KernelPlan:
         self.grown = [one for one in grown if isinstance(one.numel, Length)]
 
     def _rows(self) -> GroupRows | None:
-        """What each group has of the rows; None where one group has all."""
+        """Returns how the groups share the rows; None where one group has all."""
         if self.split is None:
             return None
         check_rows(self.units, self.split.dims, self.split.count)

@@ -85,7 +85,7 @@ class LaneWalk(WalkBody):
                 self.finish(held, index, None, None)
 
     def _meet(self, device: Device, held: list[Value]) -> list[Value]:
-        """What a team has added up, in its first lane: halves onto each other."""
+        """Adds up what a team's lanes hold, into its first lane, halves onto each other."""
         distance = self.share.team // 2
         while distance:
             others = [device.shuffle(self.code, value, distance) for value in held]

@@ -127,7 +127,7 @@ class LaneTouches:
     stored: set[Region]
 
     def of(self, unit: Unit, dim: int | None, share: LaneShare) -> list[Touch]:
-        """What a unit touches, whose rows are along `dim`."""
+        """Returns the memory that a unit touches, whose rows are along `dim`."""
         written = {array.buffer for array in unit.writes()}
         found: list[Touch] = []
         for part in self._parts(unit, dim, share):
@@ -271,7 +271,7 @@ def _marks(part: TouchedPart, places: Tensor, count: int) -> Tensor:
 
 
 def _slots(part: TouchedPart, share: LaneShare, writes: bool) -> SlotTouch:
-    """What a part touches of memory as long as an array."""
+    """Returns the slots that a part touches of memory as long as an array."""
     array = part.array
     assert isinstance(array.buffer.numel, Length)
     slot, start = array.buffer.numel.scale, array.offset

@@ -83,7 +83,7 @@ class Array:
         return Array(self.buffer, tuple(self.shape[n] for n in kept), tuple(self.strides[n] for n in kept), self.offset)
 
     def view(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Array | tuple[Array, ...]":
-        """What a view of torch makes of it; RuntimeError where the strides do not allow it."""
+        """Returns the arrays that a view of torch makes of this one; RuntimeError where its strides do not allow it."""
 
         asked = self.shape, self.strides, args, kwargs
 

@@ -33,7 +33,7 @@ FLOATS = ("float", "double", "half", "bfloat")
 
 
 class Value(NamedTuple):
-    """What an instruction gave, or a constant: its text, its kind, how many lanes."""
+    """The result of an instruction, or a constant: its text, its kind, how many lanes."""
 
     text: str
     kind: str
@@ -102,7 +102,7 @@ class OpenLoop:
         self.index, self.values, self.results = index, values, values
 
     def carry(self, values: "Sequence[Value]") -> None:
-        """What the next turn begins with."""
+        """Sets the values that the next turn begins with."""
         self.results = list(values)
 
 

@@ -216,7 +216,7 @@ _IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
 
 
 def identity(how: str, dtype: torch.dtype) -> float:
-    """What elements are taken together with at the beginning."""
+    """Returns the number that a reduction begins with, such as 0 for a sum or -inf for the largest."""
     if how in _IDENTITY:
         return _IDENTITY[how]
     if how.startswith("arg"):

@@ -16,7 +16,7 @@ from tensorloop.compiler.step import Unsupported
 
 
 class _Windows(NamedTuple):
-    """What a kernel sees: sizes of a convolution, and where its windows lie in the padded input."""
+    """The windows of a convolution: its sizes, and where a kernel sees the padded input."""
 
     groups: int
     stride: Sequence[int]

@@ -252,7 +252,7 @@ class Lowering:
                 raise Unsupported(f"{name}: {refusal.reason}", refusal.node or whole) from None
 
     def _lowered(self, node: fx.Node, name: str, handlers: dict[str, Handler], args: Any, kwargs: Any) -> Any:
-        """What a call gives: an array, or several."""
+        """Lowers one call and returns its result: an array, or several."""
         if node.meta.get("called"):
             return calling.call_out(self, node)
         if is_part(node):

@@ -70,7 +70,7 @@ def _column(x: Array) -> Array:
 
 
 def _for_columns(x: Array, batch: Sequence[int], count: int, rank: int) -> Array:
-    """What is the same for each column of a right-hand side."""
+    """Returns a view that repeats matrices, or pivots, for each column of a right-hand side."""
     own = x.shape[len(x.shape) - rank :]
     wide = x.expand((*batch, *own))
     k = len(batch)

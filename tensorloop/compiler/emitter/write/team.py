@@ -110,7 +110,7 @@ class Planner:
         return low < high + b.buffer.bytes and high < low + a.buffer.bytes
 
     def _cut(self, unit: Unit) -> DimShare | None:
-        """Of the dims that are long enough, or else the longest, the one that makes the fewest threads wait."""
+        """Chooses a dim of enough parts, or else of the most; among equals, the one that makes fewest threads wait."""
         found = [cut for cut in self._usable(unit) if cut.parts > 1]
         return min(
             found,
@@ -180,7 +180,7 @@ def _space(unit: Unit) -> tuple[int, ...]:
 
 
 def _piece(unit: Unit, array: Array, cut: DimShare) -> Piece | None:
-    """What all threads' parts of an array have in common; None where a part is not of its own elements alone."""
+    """Returns how an array is cut among threads; None where a thread's part is not of its own elements alone."""
     dim, more = cut.dim, list[tuple[int, int]]()
     if isinstance(unit, Matmul):
         if array is unit.a and dim == len(unit.out.shape) - 1:  # every column needs all of a, every row all of b

@@ -13,7 +13,7 @@ from tensorloop.compiler.emitter.write.memory import Memory, RowRange
 
 
 class WalkBody:
-    """What a group of walks does at one index: values, stores, and the accumulators of what is reduced.
+    """Writes what a group of walks does at one index: values, stores, and the accumulators of reductions.
 
     `order` is that of the dims from the outermost on; which loops go over them is for others to say.
     """
@@ -104,7 +104,7 @@ class WalkBody:
         return [walk for walk in self.walks if isinstance(walk, Reduce)]
 
     def begin(self) -> list[Value]:
-        """What the accumulators hold before anything."""
+        """Returns the values that the accumulators begin with."""
         made = []
         for walk in self.reductions():
             kind = KINDS[walk.array.dtype]
