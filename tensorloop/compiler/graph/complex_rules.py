@@ -114,7 +114,7 @@ def _angle(x: Pair) -> Tensor:
 
 
 def _sgn(x: Pair) -> Pair:
-    """Of 0 it is 0, and so is its gradient."""
+    """Returns x / |x|; at 0 it is 0, and so is its gradient."""
     size = _abs(x)
     zero = size == 0
     size = torch.where(zero, 1.0, size)
@@ -126,7 +126,7 @@ def _polar(size: Tensor, angle: Tensor) -> Pair:
 
 
 def _exp(x: Pair) -> Pair:
-    """Of minus infinity it is 0, whatever the angle."""
+    """Returns exp(x), which is 0 where the real part is -inf, whatever the angle."""
     return _polar(torch.exp(x.re), torch.where(x.re == -math.inf, 0.0, x.im))
 
 

@@ -175,7 +175,7 @@ def _back(grad: Tensor, shape: Sequence[int], rank: int, places: Tensor) -> Tens
 
 
 def _copies(operation: Any, rank: int, shape: Sequence[int], grad: Tensor, *options: Any) -> Tensor:
-    """Of a tensor of this shape, whose elements the operation copies: so it does to their numbers."""
+    """Returns the gradient of an operation that copies elements: run on their numbers, it shows where each one went."""
     run = decompositions([operation]).get(operation) or operation
     numbers = torch.arange(math.prod(shape[-rank:])).reshape([1, 1, *shape[-rank:]])
     return _back(grad.flatten(-rank), shape, rank, run(numbers, *options))
