@@ -20,7 +20,7 @@ OUT_OF_RANGE = "index out of range in a compiled loop: an index that a step read
 
 
 class NeededTensors:
-    """What a step's tensors have to be, by role, where a call is looked at before its code runs."""
+    """The sizes and dtypes that a step's tensors must have, by role; a call is checked before its code runs."""
 
     def __init__(self, step: Step, roles: Sequence[Sequence[Array]], device: str) -> None:
         self._needed = [[_needed(one) for one in arrays] for arrays in roles]

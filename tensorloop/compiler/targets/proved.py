@@ -40,7 +40,7 @@ class Provable(Core, Protocol):
 
 
 class Run(NamedTuple):
-    """What a core has given."""
+    """The results of one run of a core."""
 
     last: list[Tensor]
     done: int
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class Oracle:
-    """What a step gives, by its eager core, which is right; and how another way of doing it differs from that."""
+    """Runs a step by its eager core, which is right, and says how another way of doing it differs from that."""
 
     def __init__(self, eager: Core, step: Step) -> None:
         self.eager = eager
@@ -174,7 +174,7 @@ class Proved:
         warn_of(self._device, self._core.way, self._below.way, fault)
 
     def _fault(self, call: CoreCall, trial: Trial) -> str:
-        """What the core does otherwise than the eager one, in a few words; empty if nothing."""
+        """Returns in a few words how the core's results differ from the eager ones; empty if they do not."""
         part = self._oracle.copied(call, min(call.steps, trial.steps))
         expected = self._oracle.expected(part)
         try:

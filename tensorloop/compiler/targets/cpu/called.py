@@ -93,7 +93,7 @@ def _ready(one: PlacedCall, scratch: int, fixed: dict[str, Sequence[Tensor]]) ->
 
 
 def _put(operation: Any, out: Tensor) -> Callable[[Any], None]:
-    """What copies a result to where it belongs, if it is what the graph says that it is."""
+    """Returns a function that copies a result to where it belongs, if it is what the graph says that it is."""
     shape, dtype, copy = out.shape, out.dtype, out.copy_
 
     def put(x: Any) -> None:

@@ -58,7 +58,7 @@ def emit(step: Step, *, folder: cache.Folder | None = None, target: Machine | No
 
 
 class NativeCall(NamedTuple):
-    """What the native function is called with: addresses of its table and of scratch memory, and how it runs."""
+    """The arguments of one native call: the addresses of its table and of scratch memory, and how it runs."""
 
     table: int
     tensors: Sequence[Tensor]  # those that the table begins with

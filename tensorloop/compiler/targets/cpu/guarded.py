@@ -194,7 +194,7 @@ class GuardedCore(NativeCore):
         return whole
 
     def _back(self, arena: Arena, copies: Sequence[Copy], steps: int, lengths: Sequence[int], done: int) -> None:
-        """What the loop wrote, to whom it belongs."""
+        """Copies what the loop wrote back into the tensors that it belongs to."""
         for (kind, _, buffer), tensor, piece, _ in copies:
             start, stop = 0, piece.bytes if piece.writes else 0
             if kind == "out":

@@ -21,7 +21,7 @@ MOST_STREAMS = 4  # of which a core keeps memory and graphs
 
 
 class Settings(NamedTuple):
-    """What graphs are of, beside a step: their stream, and what else decides which kernels torch launches."""
+    """The settings that recorded graphs depend on: their stream, and what else decides which kernels torch launches."""
 
     stream: int
     deterministic: bool
@@ -97,7 +97,7 @@ class GraphCore:
         return self._room is None or (self._room.fits(call) and self.eager.fits(call.steps, call.lengths))
 
     def _here(self, slots: Sequence[int]) -> Recorded:
-        """What is recorded for the caller's stream and settings; those that were not used for longest are let go.
+        """Returns the recording for the caller's stream and settings; those that were not used for longest are let go.
 
         Where arrays have outgrown their memory all is recorded anew.
         """

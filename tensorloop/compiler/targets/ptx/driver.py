@@ -48,7 +48,7 @@ class DriverError(RuntimeError):
 
 
 class DeviceFacts(NamedTuple):
-    """What a device says of itself: its compute capability, and what a block may have at most."""
+    """A device's own numbers: its compute capability, and what a block may have at most."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -57,7 +57,7 @@ class DeviceFacts(NamedTuple):
 
 
 class FunctionFacts(NamedTuple):
-    """What a function needs, by the driver's compiler: registers a thread; bytes a thread and a block; threads."""
+    """A function's needs, by the driver's compiler: registers a thread; bytes a thread and a block; threads."""
 
     registers: int
     local: int
