@@ -97,7 +97,7 @@ Size = int
 
 
 def join(one: Any, other: Any) -> Any:
-    """What is common to a trace with LENGTH_MARKS and one with OTHER_MARKS: numbers that differ become lengths."""
+    """Joins a trace with LENGTH_MARKS and one with OTHER_MARKS: numbers that differ become lengths, others stay."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return {k: join(x, other[k]) for k, x in one.items()}
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
@@ -204,7 +204,7 @@ def all_hold(conditions: Iterable[Size | Length], ends: Sequence[Sequence[int]])
 
 
 def growth_of(array: fx.Node, growth: Sequence[int]) -> int | None:
-    """What a step adds to an array's length; None for what is no array."""
+    """Returns how many slots a step adds to an array; None for what is no array."""
     return growth[size.symbol] if grows(array) and isinstance(size := shape_of(array)[0], Length) else None
 
 
@@ -252,7 +252,7 @@ class Sized(Again):
 
 
 def versions(array: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """What an array of the carry becomes in a step, from the last version back to the first; [] where it is replaced.
+    """Returns the versions of a carried array in a step, from the last back to the first; [] where it is replaced.
 
     Each is made from the one before by an operation that leaves its other slots as they are, or adds to all.
     """

@@ -68,7 +68,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one step did, its tensors as numbers: each role of a `Step`, and whether it writes to tensors in place.
+    """A record of one step with its tensors as numbers: each role of a `Step`, and whether it writes in place.
 
     It is a step with these `answers`; with others it may be another one.
     """

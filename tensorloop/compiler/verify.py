@@ -141,7 +141,7 @@ class _Checked(Sized):
 
 
 class Promise(NamedTuple):
-    """What a node has for all steps: of each one, or the same for all; None for the shape of what grows."""
+    """The kind of a node's value for all steps: of each one, or the same for all; shape None for what grows."""
 
     each: bool
     shape: torch.Size | None
@@ -150,7 +150,7 @@ class Promise(NamedTuple):
 
 
 def promise(node: fx.Node, device: torch.device, *, each: bool) -> Promise:
-    """What a node's graph says."""
+    """Returns what a node's graph says that its value is."""
     value = value_of(node)
     return Promise(each, None if grows(node) else value.shape, value.dtype, device)
 
