@@ -44,7 +44,7 @@ _DEVICE = torch.ops.prim.device.default
 @constant_in_graphs
 @functools.cache
 def operator() -> Any:
-    """What dynamo traces a step for."""
+    """Returns the operator for which dynamo traces a step."""
     return graph_operator("tensorloop_loop", make)
 
 
@@ -80,7 +80,7 @@ def make(
 
 
 class _Like:
-    """What a tensor of a graph that is being traced is like."""
+    """The shape and dtype of a tensor in a graph that is being traced."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape, self.dtype = [int(n) for n in x.shape], x.dtype

@@ -77,7 +77,7 @@ class PreparedLoop:
         return [_like(n, self.plan.step.place, steps) for n in self.own]
 
     def saved(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-        """What the plan's backward gets, out of the ys that it needs and what was kept."""
+        """Returns the tensors that the plan's backward gets, out of the ys that it needs and what was kept."""
         t, n = self.plan.step, len(self.plan.step.carry)
         given = dict(zip([*(t.outs[k] for k in self.ys), *self.own], kept, strict=True))
         values = dict(zip(t.sequences, tensors[n:], strict=False)) | given
