@@ -30,7 +30,7 @@ class NeedsGradients(Signal):
 
 
 class Notes(Protocol):
-    """What writes a step down, or follows its calls."""
+    """Writes a step down, or follows its calls."""
 
     def mark(self, function: Any, args: Sequence[Any], made: Sequence[Tensor], more: Sequence[Any] = ()) -> None:
         """Notes an operation that nobody runs, and takes these tensors for what it makes; `more` is in no key."""
@@ -81,7 +81,7 @@ class AutogradCalls:
         return self._count - 1
 
     def grad(self, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """What `torch.autograd.grad` gives; it is noted what it is asked for."""
+        """Runs `torch.autograd.grad` and notes what it is asked for."""
         if not self.live:
             raise NeedsGradients
         given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
@@ -230,7 +230,7 @@ class _CallOfFunction:
         grads: Sequence[Any],
         given: Sequence[Any],
     ) -> list[Tensor | None]:
-        """What the user's backward gives for the tensors among what forward was given."""
+        """Runs the user's backward and returns what it gives for the tensors among forward's arguments."""
         try:
             found = backward(Ctx(vars(self._ctx), saved, needs), *grads)
         except Refused:
@@ -317,7 +317,7 @@ class _CallOfFunction:
         return True
 
     def _try_none(self, run: Any, differ: Any, needs: tuple[bool, ...], grads: Sequence[Any], there: list[int]) -> None:
-        """Of several results, some may have no gradient: to the compiled step these are zeros."""
+        """Checks that a backward takes None like zeros where some of several results have no gradient."""
         sets = range(1, 2 ** len(there) - 1) if len(there) <= MOST_NONE else [0]
         for chosen in sets:
             off = [i for k, i in enumerate(there) if chosen >> k & 1]

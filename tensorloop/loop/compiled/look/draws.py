@@ -42,7 +42,7 @@ def _shifted(z: Tensor, mean: Tensor, *_: Any) -> Tensor:
 
 
 def _reached(drawn: Tensor, *arguments: Any) -> Tensor:
-    """What was drawn, which has a gradient where an argument has one, and that of the argument is zero."""
+    """Returns what was drawn, with a gradient of zero for each argument that has one."""
     for x in arguments:
         if isinstance(x, Tensor):
             drawn = torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, x**0)
@@ -136,7 +136,7 @@ class DrawOp:
 
 
 def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> DrawOp:
-    """What draws the same as an operation did; it holds no tensor of the step's but `out`."""
+    """Returns an operation that draws again as this one did; it holds no tensor of the step's but `out`."""
     generator = kwargs.get("generator")
     if func in _MADE:
         draw, made = _MADE[func]

@@ -51,7 +51,7 @@ class Counts(Exception):
 
 
 class Key:
-    """What plans are found by: a tuple whose hash is taken once."""
+    """A key by which plans are found: a tuple whose hash is taken once."""
 
     __slots__ = ("_hash", "parts")
 
@@ -66,7 +66,7 @@ class Key:
 
 
 class StepResults(NamedTuple):
-    """What one step gave: the next carry, ys, the condition's answer, and how many slots it added to arrays."""
+    """The results of one step: the next carry, ys, the condition's answer, how many slots it added to arrays."""
 
     carry: list[Tensor]
     ys: list[Any]
@@ -316,7 +316,7 @@ class Frame:
         return [take(i, leaves[i], k) if i in first else leaves[i] for k, i in enumerate(self.places)]
 
     def _slices(self, row: list[Tensor], watch: Watch) -> list[Any]:
-        """What the body gets of each leaf of xs: a slice, None, or the number of a range."""
+        """Returns what the body gets of each leaf of xs: a slice, None, or the number of a range."""
         left, slices = iter(row), self.loop.slices
         if slices is None:
             return []
@@ -350,7 +350,7 @@ class Frame:
             return torch.logical_not(answer) if loop.until is not None else answer
 
     def _answer(self, leaves: list[Any]) -> Any:
-        """What the condition after the step says."""
+        """Asks the condition after the step and returns its answer."""
         loop, asked = self.loop, self.loop.asked
         condition = loop.cond or loop.until
         assert condition is not None
@@ -412,7 +412,7 @@ def _place_of(loop: Loop) -> Place:
 
 
 def sequences(loop: Loop, device: torch.device) -> list[Tensor]:
-    """What a step gets a slice of, the steps first: xs, the numbers of the steps, which rows run."""
+    """Returns all that a step gets a slice of, steps first: xs, the numbers of the steps, which rows run."""
     xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
     if is_numbered(loop) and not carries_number(loop):
         assert loop.length is not None

@@ -48,7 +48,7 @@ def judged(calls: CallWatch, asked: Asked | None, kept: Reads | None = None) -> 
 
 @contextmanager
 def signalled() -> Iterator[None]:
-    """What is signalled inside counts, also where the body has caught it."""
+    """Raises the first signal that is made inside the block, also where the body has caught it."""
     with remembered() as signals:
         yield
     if signals:

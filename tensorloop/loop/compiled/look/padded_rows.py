@@ -38,7 +38,7 @@ class Entries(Slices):
         self.ranges = {}
 
     def outputs(self) -> PackedOutputs:
-        """What the ys of a stretch go into: those of all its rows."""
+        """Returns the collector of a stretch's ys, which are those of all its rows."""
         return _PaddedOutputs(self.packed, self.rows)
 
     def of_rows(self, ids: Tensor) -> "Entries":

@@ -57,7 +57,7 @@ def compare_flags(look: Look) -> None:
 
 
 def _compare_captures(first: Record, second: Record) -> None:
-    """What the body makes by no operation that torch sees, such as `torch.tensor(2.0)`, must be the same each time.
+    """Checks that what the body makes unseen by torch, such as `torch.tensor(2.0)`, is the same each time.
 
     That also holds for other inputs: code in C may compute with a tensor and torch does not see it.
     """

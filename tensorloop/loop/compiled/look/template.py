@@ -17,7 +17,7 @@ LONGER = 12  # slots of an array, in a look that shows what changes with its len
 
 
 class Template:
-    """What a step does for arrays of any length: learnt from one look, and for each group one with longer arrays.
+    """The step for arrays of any length, learnt from one look, and for each group one with longer arrays.
 
     `written` are records with lines, `seen` records that make a key.
     """
