@@ -91,7 +91,7 @@ class RunInBlocks(RunAtOnce):
     def _run(
         self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor], **options: Any
     ) -> Ran:
-        """What a program gives for these steps."""
+        """Runs a program for these steps."""
         invariants, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
         program.check_inputs(invariants, rows, state)
         self.arrays.seek(start)

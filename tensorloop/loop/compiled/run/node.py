@@ -109,7 +109,7 @@ class RunAtOnce:
         return self.plan.clock.run(about, call, lambda: self.done, self.ask is not None)
 
     def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """What was kept as it lies in memory: (of how many steps, that), the first steps first."""
+        """Returns what was kept, as it lies in memory: (of how many steps, that), the first steps first."""
         return [(self.done, saved)]
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
@@ -131,7 +131,7 @@ class RunAtOnce:
         return total
 
     def coming(self, grads: Sequence[Tensor | None]) -> Coming:
-        """What comes, with the gradients of the carry and of outs as tensors."""
+        """Collects the gradients that come: which are missing, and those of the carry and of outs as tensors."""
         plan = self.plan
         n = len(plan.step.carry)
         missing = frozenset(k for k in plan.flowing_outs if grads[n + k] is None)

@@ -67,6 +67,6 @@ class RunInParts(RunAtOnce):
         return found
 
     def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """What each part has kept: (of how many steps, that), the first steps first."""
+        """Returns what each part has kept: (of how many steps, that), the first steps first."""
         n = len(self.plan.saved)
         return [(count, saved[k * n : (k + 1) * n]) for k, count in enumerate(self.counts)]

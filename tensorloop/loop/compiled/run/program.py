@@ -94,7 +94,7 @@ class Program:
         return Program(dataclasses.replace(self.step, place=place), self.barred)
 
     def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
-        """What the loop is given, stores and gives of each step, and what is added up after it: beside sequences."""
+        """Counts the bytes of each step that the loop is given, stores and gives, or that are added up after it."""
         given = {*self.step.sequences, *self.step.carry}  # states before the steps are those after them, a step on
         found = dict.fromkeys([*made, *self.partition.outs, *self.step.outs])
         return sum(bytes_of(n) for n in found if n in self.partition.moving and n not in given)
@@ -187,7 +187,7 @@ class Program:
         check_memory((*carry, *sequences, *read), "which the loop was given or closes over")
 
     def _fed_with(self, steps: int, invariants: Sequence[Tensor], sequences: Sequence[Tensor]) -> list[Tensor]:
-        """What the loop is given; where that fails, the first step of which it fails."""
+        """Computes what the loop is given; raises `StepFailed` for the first step of which that fails."""
         try:
             return [in_memory(x).contiguous() for x in self._before(steps, *invariants, *sequences)]
         except StepFailed:
@@ -259,7 +259,7 @@ class Program:
 
 
 def _held(n: fx.Node) -> fx.Node:
-    """What takes the memory of a node that is added up: what it is a view of, unless that is smaller."""
+    """Returns the node whose memory a summed node takes: the one that it is a view of, unless that is smaller."""
     base = n
     while is_view(base):
         (base,) = base.all_input_nodes

@@ -130,7 +130,7 @@ def _outputs(run: RunAtOnce, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _planned(
     look: Look, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: PythonCondition | None
 ) -> RunAtOnce:
-    """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
+    """Prepares the run of a plan: at once or, where carries are kept or draws are let go, in blocks."""
     loop, lengths, draws = look.frame.loop, look.frame.arrays.starts, None
     if look.draws:
         assert look.record is not None
@@ -173,6 +173,6 @@ def _number(y: Any, taken: int) -> Tensor | None:
 
 
 def _next_rows(x: Tensor, reverse: bool) -> Tensor:
-    """What each step's next one gets of x; of the last step, which has none, its own."""
+    """Returns the rows of x that each step's next one gets; the last step, which has no next one, gets its own."""
     x = x.detach()
     return torch.cat([x[:1], x[:-1]] if reverse else [x[1:], x[-1:]])

@@ -44,7 +44,7 @@ _COUNTS = "rows leave the batch, and what the body does depends on how many ther
 
 @dataclasses.dataclass
 class Known:
-    """What is known of a plan's step, for captures of which these have rows of their own."""
+    """The facts known of a plan's step, for one choice of the captures that have rows of their own."""
 
     whole: "_RowsTrace"
     counts: set[Any]
@@ -114,7 +114,7 @@ def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
 
 
 class _RowsTrace:
-    """What a step of some rows did, and the shapes of its tensors."""
+    """A step of some rows, as it was written down, and the shapes of its tensors."""
 
     def __init__(self, seen: Record) -> None:
         self.operations, self.shapes = seen.trace.operations, seen.log.shapes()
