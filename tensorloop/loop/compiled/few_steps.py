@@ -66,7 +66,7 @@ def _is_long(loop: Loop) -> bool:
 
 
 def _kind(loop: Loop) -> Hashable:
-    """What is known of a loop before anything runs; how many steps it has, if that is known."""
+    """Returns the kind of a loop, as known before anything runs: its functions, carry, length and grad mode."""
     carry = tuple((size_of(x), x.dtype) if isinstance(x, Tensor) else type(x) for x in loop.init)
     functions = tuple(y for x in loop.functions for y in _of_function(x.function))
     return functions, carry, loop.length, torch.is_grad_enabled()

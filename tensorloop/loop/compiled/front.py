@@ -85,7 +85,7 @@ class LeftToLoop(Refused):
 
 
 class FirstAnswer(NamedTuple):
-    """What a condition said before the first step: who asks it from then on, and the tensor that it gave."""
+    """The condition's answer before the first step: who asks it from then on, and the tensor that it gave."""
 
     asked_by: Literal["the step", "Python", "the eager loop"]
     tensor: Tensor | None = None
@@ -139,7 +139,7 @@ def _refuse_unless_apart(loop: Loop, refusal: Refused) -> None:
 
 
 def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Explanation | Refused | None:
-    """What would become of a loop, which does not run; an error of the look, and None where there is no step to do.
+    """Explains what would become of a loop, which does not run; returns an error of the look, None for no steps.
 
     `device` is where it is to run, if not where its tensors are.
     """
@@ -312,7 +312,7 @@ def _check_rows(seen: Look, plan: Plan) -> None:
 
 
 def _describe_rows(seen: Look) -> str:
-    """What `explain` says of rows that stop."""
+    """Returns the line of `explain` about rows that stop; empty where none do."""
     frame = seen.frame
     if frame.active is not None:
         rows = frame.active.shape[1]

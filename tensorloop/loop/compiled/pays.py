@@ -99,7 +99,7 @@ class Clock:
         self._alone = False  # whether the last run was one thread's
 
     def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
-        """What `call` gives, by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
+        """Runs `call` by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
         if not self._timed or torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
             return call()
         pays = self._found.get(kind) or self._found.setdefault(kind, Pays())
