@@ -125,7 +125,7 @@ class _Edges:
         self.of: list[list[int]] = [[] for _ in range(size)]
 
     def add(self, a: int, b: int, room: int) -> None:
-        """An edge, and its way back."""
+        """Adds an edge, and its way back."""
         for start, end, n in ((a, b, room), (b, a, 0)):
             self.of[start].append(len(self.to))
             self.to.append(end)

@@ -60,7 +60,7 @@ def _is_zeros(n: Any) -> bool:
 
 
 def _wide(together: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Adds in float32 what is rounded to two bytes: one row may get many terms."""
+    """Makes a function add in float32 what is then rounded to two bytes: one row may get many terms."""
 
     @wraps(together)
     def added(*args: Any, **kwargs: Any) -> Tensor:
@@ -103,7 +103,7 @@ def _scatter_added(shape: Any, dim: int, index: Tensor, source: Tensor) -> Tenso
 
 
 def _in_line(x: Tensor, dim: int) -> Tensor:
-    """The steps' values one after another along a dim of one step's."""
+    """Puts the steps' values one after another along a dim of one step's."""
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
 
