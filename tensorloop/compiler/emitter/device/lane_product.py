@@ -21,7 +21,7 @@ class LaneProduct:
         self.depth = kernel.a.shape[-1]
 
     def emit(self) -> None:
-        """All of it."""
+        """Writes the whole product."""
         code, share, rows = self.code, self.share, self.rows
         bounds: tuple[Index, Index] | None = None
         if share.rows and rows is not None:

@@ -242,7 +242,7 @@ def _inverse(order: Sequence[int], rank: int) -> list[int]:
 
 
 def _few(size: Size) -> int:
-    """A size, or that of two slots: lanes that are others in some slot are others in the second one."""
+    """Returns a size, or that of two slots: lanes that differ in some slot differ in the second one."""
     return 2 * abs(size.scale) if isinstance(size, Length) else size
 
 

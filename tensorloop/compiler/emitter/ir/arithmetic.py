@@ -44,7 +44,7 @@ class Arithmetic:
         return self.sub(self.like(a, 0), a)
 
     def bit(self, name: str, a: Value, b: Value) -> Value:
-        """and, or, xor, shl, lshr, ashr."""
+        """Writes a bitwise operation: and, or, xor, shl, lshr, ashr."""
         return self.code.binary(name, a, b)
 
     def invert(self, a: Value) -> Value:
@@ -59,11 +59,11 @@ class Arithmetic:
         return self.code.compare(how if how in ("eq", "ne") else ("s" if signed else "u") + how, a, b)
 
     def isnan(self, a: Value) -> Value:
-        """Whether a is none."""
+        """Whether a is NaN."""
         return self.code.compare("uno", a, a) if a.floating else self.code.constant("i1", 0, a.width)
 
     def where(self, condition: Value, a: Value, b: Value) -> Value:
-        """a where it holds, else b."""
+        """Returns a where the condition holds, else b."""
         return self.code.select(condition, a, b)
 
     def maximum(self, a: Value, b: Value) -> Value:
@@ -123,7 +123,7 @@ class Arithmetic:
         return self.code.convert("bitcast", self.bit("shl", shifted, self.like(shifted, 16)), "float")
 
     def _to_bfloat(self, a: Value) -> Value:
-        """Rounded to even in the upper half; NaN stays NaN."""
+        """Rounds a float to even in its upper half; NaN stays NaN."""
         bits = self.code.convert("bitcast", a, "i32")
         odd = self.bit("and", self.bit("lshr", bits, self.like(bits, 16)), self.like(bits, 1))
         rounded = self.add(self.add(bits, odd), self.like(bits, 0x7FFF))
@@ -136,7 +136,7 @@ class Arithmetic:
         return self.code.convert("fptosi", limited, "i64")
 
     def poly(self, x: Value, coefficients: Sequence[float]) -> Value:
-        """The highest power's coefficient first."""
+        """Returns a polynomial of x, the highest power's coefficient first."""
         total = self.like(x, coefficients[0])
         for number in coefficients[1:]:
             total = self.fma(total, x, self.like(x, number))
@@ -181,7 +181,7 @@ class Arithmetic:
         return self.code.call("llvm.sqrt", a)
 
     def fmod(self, x: Value, y: Value) -> Value:
-        """C's, which is exact: a call for each element."""
+        """Returns the remainder as C's fmod does, which is exact: a call for each element."""
         return self.code.binary("frem", x, y)
 
     def rounded(self, name: str, a: Value) -> Value:

@@ -41,7 +41,7 @@ class Value(NamedTuple):
 
     @property
     def type(self) -> str:
-        """As LLVM writes it."""
+        """Returns the type as LLVM writes it."""
         return llvm_type(self.kind, self.width)
 
     @property
@@ -117,7 +117,7 @@ class Code:
         self._names = 0
 
     def name(self, prefix: str = "v") -> str:
-        """One that nothing has yet."""
+        """Returns a name that nothing has yet."""
         self._names += 1
         return f"%{prefix}{self._names}"
 
@@ -133,11 +133,11 @@ class Code:
         return made
 
     def line(self, text: str) -> None:
-        """An instruction without a result."""
+        """Writes an instruction without a result."""
         self.lines.append(f"  {text}")
 
     def op(self, text: str, kind: str, width: int = 1) -> Value:
-        """An instruction with one."""
+        """Writes an instruction and returns its result."""
         name = self.name()
         self.lines.append(f"  {name} = {text}")
         return Value(name, kind, width)
@@ -247,7 +247,7 @@ class Code:
         return name if not index.shift else self.op(f"add i64 {name}, {index.shift}", "i64").text
 
     def pointer(self, base: str, offset: Index) -> str:
-        """`offset` bytes further."""
+        """Returns the address `offset` bytes behind a base."""
         offset = self.sized(offset)
         return base if offset == 0 else self.op(f"getelementptr i8, ptr {base}, i64 {offset}", "ptr").text
 

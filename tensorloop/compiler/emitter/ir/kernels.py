@@ -177,7 +177,7 @@ class CallOut:
 
 
 class Check(NamedTuple):
-    """That no matrix of an operation is singular: how torch names it, and its number among the step's checks."""
+    """A check that no matrix of an operation is singular: how torch names it, its number among the step's checks."""
 
     name: str
     shape: tuple[int, ...]  # of the batch

@@ -39,7 +39,7 @@ class _Windows(NamedTuple):
         return Array(x.buffer, shape, strides, x.offset)
 
     def padded(self, low: Lowering, x: Array) -> Array:
-        """Zeros around."""
+        """Returns the input with zeros around it."""
         if not any(self.padding):
             return low.dense(x)
         shape = (*x.shape[:2], *(n + 2 * p for n, p in zip(x.shape[2:], self.padding, strict=True)))

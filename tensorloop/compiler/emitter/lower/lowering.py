@@ -29,7 +29,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def copied(math: Math, value: Value) -> Value:
-    """The function of a copy."""
+    """Returns the value as it is: the function of a kernel that copies."""
     return value
 
 
@@ -141,7 +141,7 @@ class Lowering:
         return self.point("copy", function, [array], out.dtype, out=out, piece=piece)
 
     def dense(self, array: Array) -> Array:
-        """In order in memory: itself, or a copy."""
+        """Returns the array in order in memory: itself, or a copy."""
         if grows(array.shape) and grows(dense(array.shape)):
             raise Unsupported("a size that changes from step to step lies within another")
         if array.buffer.kind != "value" and array.strides == dense(array.shape, array.strides):
@@ -275,12 +275,12 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The result's."""
+        """Returns the result's dtype."""
         return self.value.dtype
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """The result's."""
+        """Returns the result's shape."""
         return shape_of(self.node)
 
 

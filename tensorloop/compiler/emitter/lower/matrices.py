@@ -189,7 +189,7 @@ def inverse(call: Call, a: Array, check_errors: bool = False) -> Any:
 
 
 def _parity(low: Lowering, pivots: Array, dtype: torch.dtype) -> Array:
-    """The sign of the permutation: each exchange turns it."""
+    """Returns the sign of a permutation, which each exchange turns."""
 
     def one(math: Math, pivot: Value, place: Value) -> Value:
         return math.where(math.compare("eq", pivot, place), math.like(pivot, 1), math.like(pivot, -1))

@@ -14,7 +14,7 @@ def read_entry(code: Code, status: str) -> tuple[str, str]:
 
 
 def write_call(code: Code, entry: str, went: str) -> None:
-    """Calls it, and goes on where all went well."""
+    """Writes a call of the next operation that torch does; the step goes on where all went well."""
     code.line(f"store i64 0, ptr {went}, align 8")
     code.line(f"call void {entry}()")
     word = code.op(f"load i64, ptr {went}, align 8", "i64").text

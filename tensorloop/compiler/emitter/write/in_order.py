@@ -14,7 +14,7 @@ def _join(math: Math, how: str) -> Callable[[Value, Value], Value]:
 
 
 def write_scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
-    """In the index's order; what is out of range is noted and left out."""
+    """Writes a scatter in the index's order; what is out of range is noted and left out."""
     code, shape = memory.code, kernel.index.shape
 
     def walk(index: list[Index]) -> None:

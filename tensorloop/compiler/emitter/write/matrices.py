@@ -84,7 +84,7 @@ class Cells:
         return code.add(code.times(row, self.columns), column)
 
     def get(self, row: Index, column: Index = 0) -> Value:
-        """One number."""
+        """Returns the number in a row and a column."""
         place, m = self._place(row, column), self.matrices
         if self.base is None:
             return self.held[place]
@@ -92,7 +92,7 @@ class Cells:
         return m.code.op(f"load {llvm_type(m.kind, m.width)}, ptr {where}, align {m.size}", m.kind, m.width)
 
     def put(self, value: Value, row: Index, column: Index = 0) -> None:
-        """Writes one."""
+        """Writes a number into a row and a column."""
         place, m = self._place(row, column), self.matrices
         if self.base is None:
             self.held[place] = value
@@ -120,7 +120,7 @@ class Matrices:
         self.width, self._used = 1, 0
 
     def emit(self) -> None:
-        """All of it."""
+        """Writes the whole kernel."""
         self._walk([], 1)
 
     def _walk(self, index: list[Index], width: int) -> None:
@@ -168,7 +168,7 @@ class Matrices:
         return Cells(self, columns, base)
 
     def each(self, low: Index, high: Index, body: Callable[[Index], None]) -> None:
-        """For each index."""
+        """Runs the body for each index."""
         if self.unrolled:
             assert isinstance(low, int)
             assert isinstance(high, int)
@@ -210,12 +210,12 @@ class Matrices:
         return self.math.fma(self.math.neg(a), b, total)
 
     def first(self, info: Value, bad: Value, index: Index) -> Value:
-        """Which is the first index that is bad, counted from 1; 0 for none."""
+        """Returns the first index that is bad, counted from 1; 0 for none."""
         new = self.math.bit("and", bad, self.math.compare("eq", info, self.math.like(info, 0)))
         return self.math.where(new, self.lanes(self.code.add(index, 1)), info)
 
     def largest(self, value: Value) -> Value:
-        """The largest of all lanes."""
+        """Returns the largest of all lanes."""
         lanes = [value] if value.width == 1 else [self.code.extract(value, n) for n in range(value.width)]
         found = lanes[0]
         for lane in lanes[1:]:

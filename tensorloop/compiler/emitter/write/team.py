@@ -30,7 +30,7 @@ class DimShare(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Among how many threads it can be shared out."""
+        """Returns the most threads that the dim can be shared out among."""
         return -(-self.size // self.grain)
 
 
@@ -53,7 +53,7 @@ class Team:
 
     @property
     def barriers(self) -> int:
-        """A step's, with the one at its end."""
+        """Returns how often threads wait in a step, the wait at its end included."""
         return sum(self.waits) + sum(self.packing) + 1
 
 
@@ -67,7 +67,7 @@ class Planner:
         self.touched: list[Touch] = []
 
     def plan(self, step: LoweredStep, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
-        """None where a step has arrays of the carry, or nothing that can be cut."""
+        """Plans how threads share a step; None where it has arrays in the carry, or nothing that can be cut."""
         # What is as long as an array has another size at each step: shares, which are set once, would not fit it.
         if any(array.buffer.kind == "array" for array in step.carry) or any(_grows(unit) for unit in units):
             return None
@@ -135,7 +135,7 @@ class Planner:
                 yield DimShare(dim, size, lanes(unit, self.target))
 
     def _grain(self, unit: WalkGroup, dim: int) -> int:
-        """Whole vectors where elements are neighbours, as products have them."""
+        """Returns the elements of a whole vector where elements are neighbours in memory, else 1."""
         near = any(array.strides[dim] == 1 for array in unit.writes())
         return self.target.lanes({unit.writes()[0].dtype}) if near else 1
 

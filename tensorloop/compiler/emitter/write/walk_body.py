@@ -142,7 +142,7 @@ class WalkBody:
         )
 
     def _better(self, how: str, value: Value, before: Value, where: Value) -> Value:
-        """Beyond what is held, or the first to come, or the first NaN."""
+        """Whether a value replaces the one held: it is beyond that, the first to come, or the first NaN."""
         math, code = self.math, self.code
         beyond = math.compare("gt" if how == "argmax" else "lt", value, before)
         if value.floating:
@@ -152,7 +152,7 @@ class WalkBody:
         return code.binary("or", beyond, math.compare("lt", where, math.like(where, 0)))
 
     def combine(self, how: str, a: Value, b: Value) -> Value:
-        """Two parts of a reduction as one."""
+        """Combines two parts of a reduction."""
         math = self.math
         if how in ("any", "all"):
             return math.bit("or" if how == "any" else "and", a, b)
