@@ -289,7 +289,7 @@ def _shifted(operation: Any, x: Tensor, by: Any) -> Any:
 
 
 def _round_to(x: Tensor, *, decimals: int) -> Tensor:
-    """Each operation is rounded, as torch has it but of two-byte floats."""
+    """Rounds to decimals; each operation on the way is rounded, as in torch's own except for two-byte floats."""
     if not x.is_floating_point() or not decimals:
         return torch.round(x)
     scale = 10.0 ** abs(decimals)

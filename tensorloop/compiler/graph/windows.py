@@ -40,7 +40,7 @@ def _strided(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 
 
 def _adaptive(size: int, count: int) -> _Line:
-    """As many windows as there are to be outputs."""
+    """Returns as many windows as there are to be outputs."""
     each = torch.arange(count)
     most = max((-(-(i + 1) * size // count) - i * size // count for i in range(count)), default=0)
     return _Line(each * size // count, ((each + 1) * size + count - 1) // count, most)
