@@ -249,7 +249,7 @@ def _of_tensors(x: Tensor, y: Tensor, moved: Tensor | None, close: float) -> str
 
 
 def _as_far(x: Tensor, y: Tensor, moved: Tensor) -> Tensor:
-    """Where x is about as far from y as numbers move, each by its size: a large one says nothing of those beside it."""
+    """Whether x is about as far from y as numbers move, each by its size: a large one says nothing of the others."""
     size = y.abs() + 1
     far = ((moved - y).abs() / size).nan_to_num(0, posinf=0)
     apart = (x - y).abs()

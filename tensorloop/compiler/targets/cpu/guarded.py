@@ -38,7 +38,7 @@ class OutsideMemory(AssertionError):
 
 @contextlib.contextmanager
 def on() -> Iterator[None]:
-    """Makes guarded cores, in the whole process."""
+    """Makes guarded cores inside the block, in the whole process."""
     instead.append(emitted)
     try:
         yield
@@ -61,7 +61,7 @@ def emitted(step: Step, *, folder: cache.Folder | None, target: Machine | None) 
 
 
 class Apart(LoopWriter):
-    """Scratch buffers that share no memory, with some between them."""
+    """Writes loops whose scratch buffers share no memory and have gaps between them."""
 
     gap = GUARD
 

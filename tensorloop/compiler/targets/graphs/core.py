@@ -30,7 +30,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def now(cls) -> "Settings":
-        """Returns those of the caller."""
+        """Returns the caller's settings."""
         matmul = torch.backends.cuda.matmul
         reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
         deterministic = torch.are_deterministic_algorithms_enabled()

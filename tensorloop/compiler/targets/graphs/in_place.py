@@ -48,7 +48,7 @@ class PutOff:
 
 
 class Summand(NamedTuple):
-    """One of them; so many `rows` from a slot on."""
+    """A value that is added to zeros: so many `rows` from a slot on."""
 
     value: fx.Node
     at: Size | fx.Node | None = None
@@ -94,7 +94,7 @@ class InPlace:
     # ---- values
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """One more operation."""
+        """Adds an operation to the graph."""
         return self.graph.call_function(target, args, kwargs)
 
     def of(self, x: Any) -> Any:
@@ -119,7 +119,7 @@ class InPlace:
         return self._numbers[size]
 
     def places(self, start: Size, count: int, step: int = 1) -> fx.Node:
-        """So many places, one after the other."""
+        """Returns the numbers of so many places, one after the other."""
         key = "places", start, count, step
         if key not in self._numbers:
             found = self.call(
