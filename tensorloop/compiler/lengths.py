@@ -110,7 +110,7 @@ def join(one: Any, other: Any) -> Any:
 
 
 def _length(one: float, other: float) -> Length:
-    """Which length two numbers follow that differ."""
+    """Returns the length that two different numbers follow."""
     exact = isinstance(one, int) or (one.is_integer() and abs(one) < 1 << 53)  # larger floats are rounded already
     for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
         scale, rest = divmod(one - other, apart)
@@ -170,7 +170,7 @@ def as_text(size: Size) -> str:
 
 
 def of_slice(node: fx.Node) -> Iterator[Size]:
-    """That a part of what is as long as an array is a part of it: torch counts from the end, and cuts short."""
+    """Yields numbers not below zero if a slice of a growing array lies in it: torch counts from the end, cuts short."""
     whole: Any = node.args[0] if node.args else None
     if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
         return
@@ -188,7 +188,7 @@ def of_slice(node: fx.Node) -> Iterator[Size]:
 
 
 def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
-    """That so many elements, from one on, are there."""
+    """Yields numbers that are not below zero if so many elements, from one on, are there."""
     # Traced with long arrays, a part has the start that torch counted from the end, and no stop that is cut short: it
     # is the same part of a shorter array if it begins at 0 or later and its last element is before the end.
     start = start + size if start < 0 else start
@@ -199,7 +199,7 @@ def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
 
 
 def all_hold(conditions: Iterable[Size | Length], ends: Sequence[Sequence[int]]) -> bool:
-    """Whether they hold where arrays are this long, before the first step and before the last one."""
+    """Whether no condition is below zero for such lengths of arrays, before the first step and before the last."""
     return all(actual(size, lengths) >= 0 for size in conditions for lengths in ends)
 
 
@@ -223,7 +223,7 @@ def has_length(x: Any) -> bool:
 
 
 def actual(x: Any, lengths: Sequence[int]) -> Any:
-    """Arguments of an operation where the arrays are that long."""
+    """Returns the arguments of an operation for arrays of these lengths."""
     if isinstance(x, dict):
         return {name: actual(y, lengths) for name, y in x.items()}
     if isinstance(x, (list, tuple)):

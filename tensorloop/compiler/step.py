@@ -32,7 +32,7 @@ class StepFailed(Exception):
 
 
 def _as_called(error: BaseException) -> BaseException:
-    """Torch's error of a singular matrix: who called `cholesky` has `cholesky_ex` in the graph, told to raise."""
+    """Returns the error with the operation that the user called: for `cholesky` the graph has `cholesky_ex`."""
     text = str(error)
     name, _, rest = text.partition("_ex: ")
     return type(error)(f"{name}: {rest}") if rest and name.startswith(("linalg.", "torch.linalg.")) else error
@@ -106,7 +106,7 @@ class Core(Protocol):
 
     @property
     def way(self) -> str:
-        """How it runs, in words."""
+        """Says how the core runs, in words."""
         ...
 
     @property

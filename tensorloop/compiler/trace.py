@@ -181,7 +181,7 @@ def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _slots(x: Tensor, dim: int, start: Tensor, size: int = 1, step: int = 1) -> Tensor:
-    """Which slots of a dim a part of it has; `start` may be counted from the end."""
+    """Returns the slots of a dim that a part of it has; `start` may be counted from the end."""
     start = torch.where(start < 0, start + x.shape[dim], start)
     return start.reshape(1) if size == 1 else start + torch.arange(0, size, step)
 

@@ -122,7 +122,7 @@ class _Checked(Sized):
     """Runs a graph and looks at each result."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """One node."""
+        """Runs one node and compares what it gives with what its meta says."""
         found = super().run_node(n)
         if n.op == "call_function":
             self._compare(n, found, n.meta.get("val"), iter(shapes_of(n)))
