@@ -236,7 +236,7 @@ def map(plain: Callable[..., Any], fn: Any, xs: Any, **options: Any) -> Any:
 
 
 def _asked(defaults: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
-    """All options, or None where they ask for what cannot stand in a graph."""
+    """Returns all options; None where they ask for what cannot stand in a graph."""
     given = {**defaults, **options}
     k, dim, compiled = given["checkpoints"], given.get("dim", 0), given["compile"]
     wanted = compiled is True or compiled == "strict"
