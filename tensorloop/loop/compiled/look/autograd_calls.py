@@ -41,7 +41,7 @@ class Notes(Protocol):
 
 
 class AutogradCalls:
-    """Sees them in one run of a step, whose inputs are `given`.
+    """Sees the calls of autograd in one run of a step, whose inputs are `given`.
 
     `live`: whether inputs have gradients, so that what depends on this is seen. `checks`: whether backwards are tried
     out with fewer gradients asked for, and coming.
@@ -65,18 +65,18 @@ class AutogradCalls:
         self._again: set[int] = set()  # such as torch.autograd.grad makes
 
     def __call__(self, ctx: Any) -> None:
-        """A Function is called; its forward comes next."""
+        """Begins to follow a Function that is called; its forward comes next."""
         with unseen():
             registered = functions.is_registered(ctx)  # an operation like torch's own: autograd knows its gradient
             if not registered and torch.is_grad_enabled() and transforms.maybe_level() is None:
                 _CallOfFunction(self, ctx)
 
     def end(self) -> None:
-        """The step is over. Nothing is held in a circle: that would be there until Python looks for such."""
+        """Ends the step. Nothing is held in a circle: that would be there until Python looks for such."""
         self.notes = self.watch = None
 
     def next(self) -> int:
-        """The number of another Function."""
+        """Returns a number for another Function."""
         self._count += 1
         return self._count - 1
 
@@ -357,7 +357,7 @@ def _own(y: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _some(x: Tensor) -> Tensor:
-    """Numbers of both signs in the shape of a tensor."""
+    """Returns numbers of both signs in the shape of a tensor."""
     return torch.linspace(-1.5, 2, x.numel(), device=x.device).reshape(x.shape).to(x.dtype)
 
 
@@ -366,7 +366,7 @@ def _has_gradient(x: Tensor) -> bool:
 
 
 def _fits(grad: Tensor, x: Tensor) -> bool:
-    """Whether autograd takes it: it adds up what is too large in a dim, and casts."""
+    """Whether autograd takes a gradient for x: it adds up what is too large in a dim, and casts."""
     if x.dtype.is_complex < grad.dtype.is_complex and not x.is_floating_point():
         return False
     sizes = zip(reversed(x.shape), reversed(grad.shape), strict=False)

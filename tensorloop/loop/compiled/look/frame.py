@@ -123,7 +123,7 @@ class Frame:
         self.open: frozenset[int] = frozenset()  # Python numbers that are inputs of the step
 
     def _held(self) -> list[int]:
-        """Places in the carry of what has rows, where some stop before others."""
+        """Returns the places in the carry of what has rows, where some stop before others."""
         leaves = self.loop.init
         if self.rows is not None:
             return [i for i in self.places if self.rows.holds(leaves[i])]
@@ -175,7 +175,7 @@ class Frame:
         return [(tuple(x.stride() for x in tensors), row) for tensors in (self.carry, after)]
 
     def kind_of(self, layout: Layout) -> Any:
-        """A layout without how far apart things lie."""
+        """Returns a layout without how far apart things lie."""
         shapes = [*(x.shape for x in self.carry), *(x.shape[1:] for x in self.xs)]
         return tuple(kind_of_strides(*pair) for pair in zip(shapes, [*layout[0], *layout[1]], strict=True))
 

@@ -19,7 +19,7 @@ _EXACT = 2**53  # up to which integers are float64's, too
 
 
 class _Kind(type):
-    """Its type, of which `isinstance` says what Python's number is: who compares it himself is told nothing."""
+    """The class of NumberRead, which `isinstance` takes for Python's number: who compares classes is refused."""
 
     def __eq__(cls, other: object) -> bool:
         return _refuse() if other in _NUMBERS else cls is other
@@ -63,7 +63,7 @@ class NumberRead(metaclass=_Kind):
 
 
 def is_read(x: Any) -> bool:
-    """Whether something is such a number."""
+    """Whether x is a `NumberRead`."""
     return type(x) is NumberRead
 
 

@@ -136,7 +136,7 @@ class _Again:
         return Ref(self._made(aten.clamp.default, index, low, max(size - 1, 0)))
 
     def _same(self, answer: Answer) -> int:
-        """Whether an answer is what it was: a tensor of its own, as the step may write to that of the answer."""
+        """Computes whether an answer is what it was: a tensor of its own, as the step may write to the answer's."""
         flat = self._made(aten.reshape.default, self._read(Ref(answer.number)), [])
         return self._made(aten.clone.default if answer.value else aten.logical_not.default, Ref(flat))
 
