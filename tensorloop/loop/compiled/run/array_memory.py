@@ -137,7 +137,7 @@ class ArrayMemory:
         return {i: memory[: self.length(i, step)] for i, memory in self.own.items()}
 
     def result(self, state: Sequence[Tensor]) -> list[Tensor]:
-        """The last carry for the caller: no replay will change it."""
+        """Returns the last carry for the caller: no replay will change it."""
         return [x.clone() if i in self.overwritten else x for i, x in enumerate(state)]
 
     def let_go(self) -> None:

@@ -261,7 +261,7 @@ class Shelf:
         return slot
 
     def take_back(self, values: list[Tensor]) -> None:
-        """Memory that it gave. Who still reads it is done before another carry is kept."""
+        """Takes back memory that it gave. Who still reads it is done before another carry is kept."""
         self._free.append(values)
 
 

@@ -23,7 +23,7 @@ class DrawnNumbers:
 
     @property
     def tensors(self) -> int:
-        """How many real sequences they are."""
+        """Returns how many real sequences the draws are."""
         return sum(1 + d.example.is_complex() for d in self.draws)
 
     def between(self, start: int, stop: int, size: int) -> list[Tensor]:

@@ -109,7 +109,7 @@ class GradientSums:
         self.invariants |= dict(zip(fresh, _own([terms[k] for k in fresh]), strict=True))
 
     def sound(self) -> bool:
-        """Whether zeros for what is missing gave numbers alone; a sum shows it, if one is there that is none."""
+        """Whether zeros for missing gradients made no NaN or infinity; a sum shows it if there is one."""
         if self.exact or not (self.coming.missing.carry or self.plan.reached(self.missing).none):
             return True
         every = [*self.carry, *self.sequences.values(), *self.invariants.values()]
@@ -127,7 +127,7 @@ def room_for(steps: int, value: Tensor, device: torch.device, *, zeros: bool = F
 
 
 def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to: two invariants may have one gradient."""
+    """Returns the first terms in memory that may be added to: two invariants may have one gradient."""
     found, met = list[Tensor](), set[int]()
     for x in sums:
         if x.is_sparse:

@@ -47,7 +47,7 @@ class RunAtOnce:
 
     @property
     def drawn(self) -> int:
-        """How many sequences are drawn."""
+        """Returns how many sequences are drawn."""
         return 0 if self.draws is None else self.draws.tensors
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
@@ -69,7 +69,7 @@ class RunAtOnce:
 
     @contextmanager
     def after(self, steps: int) -> Iterator[None]:
-        """A block that runs the steps behind so many."""
+        """Returns a block that runs the steps behind so many: a failure in it counts these as done, too."""
         try:
             yield
         except StepFailed as failed:
@@ -104,7 +104,7 @@ class RunAtOnce:
             return self._by_clock("backward", self.done, lambda: self.backward(grads, tensors, saved))
 
     def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:
-        """Runs of about as many steps, of arrays about as long, have a clock of their own."""
+        """Runs `call` by the clock of runs of about as many steps, of arrays about as long."""
         about = what, type(self), (steps or 0).bit_length(), *(n.bit_length() for n in self.lengths)
         return self.plan.clock.run(about, call, lambda: self.done, self.ask is not None)
 
@@ -226,7 +226,7 @@ def apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Looped(torch.autograd.Function):
-    """The node. Its first input is the run."""
+    """The node of a loop in autograd's graph. Its first input is the run."""
 
     @staticmethod
     def forward(ctx: Any, run: RunAtOnce, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

@@ -249,7 +249,7 @@ class Program:
         return found
 
     def _memory(self, room: int, pool: Pool | None) -> list[Tensor]:
-        """For the outs of so many steps."""
+        """Returns memory for the outs of so many steps."""
         before, memory = (0, []) if pool is None else pool.get(self, (0, []))
         if before != room:
             memory = [r.made(room) for r in self._rooms]
@@ -278,7 +278,7 @@ class _Room:
         self.shape, self.dtype, self.device = value.shape, value.dtype, program.step.place.device
 
     def made(self, room: int) -> Tensor:
-        """For so many steps."""
+        """Returns memory for so many steps."""
         return torch.empty((room + (self.place is not None), *self.shape), dtype=self.dtype, device=self.device)
 
     def begin(self, memory: Tensor, carry: Sequence[Tensor]) -> None:
@@ -287,10 +287,10 @@ class _Room:
             memory[-1 if self.reverse else 0].copy_(carry[self.place])
 
     def after(self, memory: Tensor) -> Tensor:
-        """Where the steps go."""
+        """Returns the part of memory that steps write to."""
         return memory if self.place is None else memory[self.shift : len(memory) - 1 + self.shift]
 
     def before(self, memory: Tensor, first: int, done: int) -> Tensor:
-        """The carry before each of the steps done."""
+        """Returns the carry before each of the steps done."""
         shift = int(self.reverse)
         return memory[first + shift : first + done + shift]

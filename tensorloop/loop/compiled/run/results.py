@@ -119,7 +119,7 @@ def carry_of(look: Look, outputs: Sequence[Tensor], taken: int) -> list[Any]:
 
 
 def _outputs(run: RunAtOnce, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The last carry and ys."""
+    """Runs the loop and returns the last carry and ys."""
     if run.plan.grad:
         return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
     with torch.no_grad(), unseen(), without_autocast():
@@ -168,7 +168,7 @@ def put_columns(loop: Loop, look: Look, columns: Sequence[Tensor | None]) -> Non
 
 
 def _number(y: Any, taken: int) -> Tensor | None:
-    """One of the ys of so many steps that is no tensor."""
+    """Returns one of the ys of so many steps that is no tensor: a number in each step, or None."""
     return None if y is None else torch.full((taken,), y, dtype=dtype_of_number(y))
 
 

@@ -144,7 +144,7 @@ def _same_captures(these: Sequence[Tensor], those: Sequence[Tensor], own: Sequen
 
 
 class _Same:
-    """Two looks at a step, with many rows and with few."""
+    """Compares two looks at a step, with many rows and with few."""
 
     def __init__(self, many: _RowsTrace, few: _RowsTrace, rows: int, n: int) -> None:
         self.many, self.few, self.rows, self.n = many, few, rows, n
@@ -231,6 +231,6 @@ def _same_values(look: Look, plan: Plan, rows: int, loop: Loop, first: Tensor | 
 
 
 def _spread(x: Tensor, rows: int, dim: int = 0) -> Tensor:
-    """One row as so many, at `dim`."""
+    """Repeats one row so many times along `dim`."""
     x = x.detach()
     return x.expand(*x.shape[:dim], rows, *x.shape[dim + 1 :]).contiguous() if x.dim() else x

@@ -107,7 +107,7 @@ class _Parts:
         self._chunks: dict[int, Sequence[Tensor]] = {}
 
     def room(self, plan: Plan, streak: int, done: int) -> int | None:
-        """For how many steps there is to be room, after so many of the same answers; None where nobody knows."""
+        """Returns how many steps to make room for, after so many of the same answers; None where nobody knows."""
         length = self.whole.length
         if self.whole.cond is not None or length is None:
             return None
