@@ -162,7 +162,7 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
 
 
 def check_compile(compile: Any) -> None:
-    """Refuses what says neither yes nor no."""
+    """Refuses a `compile` that is neither a bool nor "strict"."""
     if not (isinstance(compile, bool) or compile == "strict"):
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
 
