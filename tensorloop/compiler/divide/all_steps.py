@@ -142,7 +142,7 @@ def _expanded(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def rows_times_matrix(x: Tensor, w: Tensor) -> Tensor:
-    """(T, B, F) by (F, N), as one product."""
+    """Multiplies (T, B, F) by (F, N), as one product."""
     return torch.mm(x.flatten(0, -2), w).view(*x.shape[:-1], w.shape[-1])
 
 

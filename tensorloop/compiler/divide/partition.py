@@ -96,7 +96,7 @@ def outside(found: Partition) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def seen_by_discontinuous(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Inexact values that go into a discontinuous operation: they must be computed in one place only."""
+    """Returns inexact values that go into a discontinuous operation: they must be computed in one place only."""
     behind = needed_for(n for n in nodes if is_discontinuous(n))
     return {n for n in behind if n.op == "call_function" and not is_exact(n)}
 
@@ -159,7 +159,7 @@ def _stored(
     carried: set[fx.Node],
     pulled: _Pulled,
 ) -> tuple[set[fx.Node], list[fx.Node], list[fx.Node], dict[int, fx.Node]]:
-    """(nodes behind the loop that move into it, its outs, what it adds up, states)."""
+    """Returns (nodes behind the loop that move into it, its outs, what it adds up, states)."""
     outside = [n for n in order if n in carried and n not in inner and n not in given]
     ready = _ready(outside, step, inner, moving, carried, pulled.hoisted) if step.carry else set[fx.Node]()
     sums = sums_in_loop(step.sums, moving, inner & carried, ready) if step.carry else []

@@ -38,7 +38,7 @@ def kept(
     alike: Container[fx.Node] = (),
     last: Sequence[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
+    """Chooses which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
     Those in `alike` are had bit for bit; `last` ones, and what is made of them, are not done forward. What is
     not computed `forward` has to be computed backward anyway, but for what is discontinuous. A node with a `price` is

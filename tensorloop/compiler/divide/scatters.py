@@ -23,7 +23,7 @@ class StepsScatter(NamedTuple):
 
 
 def scatter_of(n: fx.Node) -> StepsScatter | None:
-    """How a node adds values to zeros; None where it does something else."""
+    """Returns how a node adds values to zeros; None where it does something else."""
     args: Any = n.args
     if n.target is aten.embedding_dense_backward.default:
         return StepsScatter(args[0], [args[1]], _rows_added)
