@@ -39,7 +39,7 @@ class DeviceMath(Math):
         return made
 
     def fmod(self, x: Value, y: Value) -> Value:
-        """Exact, as C's: the divisor times falling powers of 2 taken away, bit after bit of the quotient."""
+        """Computes C's fmod exactly: takes away the divisor times falling powers of 2, a bit of the quotient each."""
         if x.kind != "double":  # what is left has no more digits than a float
             return self.cast(self.fmod(self.cast(x, "double"), self.cast(y, "double")), x.kind)
         code, a, b = self.code, self.abs(x), self.abs(y)

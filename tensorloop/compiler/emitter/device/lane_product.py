@@ -32,7 +32,7 @@ class LaneProduct:
         Elements(code, share.sizes, bounds, share.count).each(self.lanes_a_group, self._block)
 
     def _block(self, places: list[Index]) -> None:
-        """Some rows of one column."""
+        """Writes some rows of one column."""
         code, kernel, memory, tall = self.code, self.kernel, self.memory, self.share.tall
         index: list[Index] = [0] * len(kernel.out.shape)
         for d, place in zip(self.share.order, places, strict=True):

@@ -55,7 +55,7 @@ class LaneShare:
 
 
 def share_lanes(unit: Unit, row: int | None, rows: GroupRows | None, lanes: int) -> LaneShare:
-    """How lanes share a unit whose rows are along the dim `row`."""
+    """Returns how lanes share a unit whose rows are along the dim `row`."""
     if isinstance(unit, WalkGroup):
         return _walk(unit, row, rows, lanes)
     if isinstance(unit, Matmul):

@@ -153,7 +153,7 @@ class LaneTouches:
         )
 
     def _parts(self, unit: Unit, dim: int | None, share: LaneShare) -> Iterator[TouchedPart]:
-        """Every array of a unit that lanes have memory of."""
+        """Yields every array of a unit that lanes have memory of."""
         if share.by == "first":
             lane = torch.zeros((), dtype=torch.int64, device=HOST)
             every = (*unit.reads(), *unit.writes())
@@ -236,7 +236,7 @@ class LaneTouches:
 
 
 def _inverse(order: Sequence[int], rank: int) -> list[int]:
-    """Where each of `rank` dims lies if those of the order come first."""
+    """Returns where each of `rank` dims lies if those of the order come first."""
     every = [*order, *(d for d in range(rank) if d not in order)]
     return [every.index(d) for d in range(rank)]
 

@@ -148,7 +148,7 @@ class Code:
         self.block = name
 
     def constant(self, kind: str, value: float | Length, width: int = 1) -> Value:
-        """One number in every lane, or a length at this step."""
+        """Returns one number in every lane, or a length at this step."""
         if isinstance(value, Length):
             length = Value(str(self.sized(value)), "i64")
             how = "sitofp" if kind in FLOATS else "trunc"
@@ -176,7 +176,7 @@ class Code:
         )
 
     def extract(self, value: Value, lane: int) -> Value:
-        """One lane."""
+        """Returns one lane of a vector."""
         return self.op(f"extractelement {value.type} {value.text}, i64 {lane}", value.kind)
 
     def binary(self, name: str, a: Value, b: Value) -> Value:
@@ -189,11 +189,11 @@ class Code:
         return self.op(f"{name} {a.type} {a.text}, {b.text}", a.kind, a.width)
 
     def compare(self, how: str, a: Value, b: Value) -> Value:
-        """`fcmp` or `icmp` by what they are: (lanes of) i1."""
+        """Compares by `fcmp` or `icmp`, as the operands are: (lanes of) i1."""
         return self.op(f"{'fcmp' if a.floating else 'icmp'} {how} {a.type} {a.text}, {b.text}", "i1", a.width)
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
-        """a where the condition holds, else b."""
+        """Returns a where the condition holds, else b."""
         return self.op(
             f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", a.kind, a.width
         )

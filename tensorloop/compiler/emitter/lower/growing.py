@@ -337,7 +337,7 @@ _OWN = {
 
 
 def product(low: Any, a: Array, b: Array) -> Array:
-    """(*batch, M, K) @ (*batch, K, N), as the sum of one walk."""
+    """Multiplies (*batch, M, K) by (*batch, K, N), as the sum of one walk."""
     turned = Array(
         b.buffer, (*b.shape[:-2], b.shape[-1], b.shape[-2]), (*b.strides[:-2], b.strides[-1], b.strides[-2]), b.offset
     )

@@ -46,7 +46,7 @@ class Lowering:
     # buffers
 
     def new(self, shape: Sequence[Size], dtype: torch.dtype) -> Array:
-        """Scratch memory."""
+        """Returns new scratch memory."""
         if dtype not in KINDS:
             raise Unsupported(f"elements of {dtype}")
         if grows(shape):
@@ -54,7 +54,7 @@ class Lowering:
         return contiguous(Region("scratch", 0, math.prod(shape), dtype), shape)
 
     def number(self, value: Any, dtype: torch.dtype) -> Array:
-        """One number, without memory."""
+        """Returns one number as an array without memory."""
         return Array(Region("value", 0, 1, dtype, value), (), ())
 
     def constant(self, tensor: Tensor) -> Array:

@@ -95,7 +95,7 @@ def floor_quotient(m: Math, x: Value, y: Value) -> Value:
 
 @handles("pow")
 def power(call: Call, a: Any, b: Any) -> Array:
-    """a to the b; small known powers as products."""
+    """Returns a to the b; small known powers are products."""
     known = {
         1: lambda m, x: x,
         2: square,

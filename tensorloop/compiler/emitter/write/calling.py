@@ -9,7 +9,7 @@ from tensorloop.compiler.emitter.ir.code import Code
 
 
 def read_entry(code: Code, status: str) -> tuple[str, str]:
-    """(the function's address, that of the word that says how it went)."""
+    """Reads (the function's address, that of the word that says how it went)."""
     return code.op(f"load ptr, ptr {code.pointer(status, 24)}, align 8", "ptr").text, code.pointer(status, 32)
 
 
@@ -24,7 +24,7 @@ def write_call(code: Code, entry: str, went: str) -> None:
 
 
 def write_end(code: Code, status: str) -> None:
-    """Where a loop ends that was stopped: it says how many steps were done before."""
+    """Writes where a loop ends that was stopped: it says how many steps were done before."""
     code.line("ret void")
     code.label("stopped")
     code.line(f"store i64 %turn, ptr {status}, align 8")

@@ -23,7 +23,7 @@ WORK = 2**16  # bytes that a thread's matrices take: they stay in the second cac
 
 
 class LaneChoice(NamedTuple):
-    """Which dim of the batch has the lanes, how many, and whether all loops are written out."""
+    """The choice of lanes: which dim of the batch has them, how many, and whether all loops are written out."""
 
     lane: int | None
     width: int
@@ -53,7 +53,7 @@ def elements(kernel: Matrix) -> int:
 
 
 def work_of(kernel: Matrix, target: Machine) -> Region | None:
-    """Memory for the matrices that one thread is at; None where they are held as values."""
+    """Returns memory for the matrices that one thread is at; None where they are held as values."""
     found = layout(kernel, target)
     return None if found.unrolled else Region("scratch", 0, elements(kernel) * found.width, kernel.outs[0].dtype)
 
@@ -159,7 +159,7 @@ class Matrices:
         self.memory.store(value, array, (*self.index, *place), self.lane if self.width > 1 else None, None)
 
     def cells(self, rows: int, columns: int = 1) -> Cells:
-        """Room for a matrix."""
+        """Makes room for a matrix."""
         if self.unrolled:
             return Cells(self, columns, None)
         assert self.kernel.work is not None
@@ -206,7 +206,7 @@ class Matrices:
         return self.constant(index, "i64")  # pyright: ignore[reportArgumentType]
 
     def less(self, a: Value, b: Value, total: Value) -> Value:
-        """total - a b, rounded once."""
+        """Returns total - a b, rounded once."""
         return self.math.fma(self.math.neg(a), b, total)
 
     def first(self, info: Value, bad: Value, index: Index) -> Value:

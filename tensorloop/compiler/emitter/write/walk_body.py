@@ -34,7 +34,7 @@ class WalkBody:
         self._collapse(group)
 
     def _collapse(self, group: WalkGroup) -> None:
-        """Neighbouring dims that every array walks as one become one."""
+        """Joins neighbouring dims that every array walks as one."""
         every = {a for walk in group.walks for a in (*walk.reads(), *walk.writes())}
         view = {a: (tuple(a.strides[d] for d in self.order)) for a in every}
         n = len(self.space) - 1
@@ -59,7 +59,7 @@ class WalkBody:
         return any(isinstance(walk, Reduce) and walk.how.startswith("arg") for walk in group.walks)
 
     def bounds(self, dim: int) -> tuple[Index, Index]:
-        """Where a loop along a dim begins and ends."""
+        """Returns where a loop along a dim begins and ends."""
         if dim == self.row and self.rows is not None:
             return self.code.times(self.rows.low, self.factor), self.code.times(self.rows.high, self.factor)
         return 0, self.code.sized(self.space[dim])
@@ -67,7 +67,7 @@ class WalkBody:
     # elementwise
 
     def body(self, index: list[Index], mask: Value | None) -> dict[Array, Value]:
-        """Every walk's value at an index; gives those that reductions take."""
+        """Writes every walk at an index; returns the values that reductions take."""
         known: dict[Array, Value] = {}
         taken: dict[Array, Value] = {}
 
