@@ -107,7 +107,7 @@ def _mv(a: Tensor, v: Tensor) -> Tensor:
 
 
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
-    """Where the mask holds, one number of the source after the other; too few of them are an index out of range."""
+    """Puts the source's numbers one after the other where the mask holds; too few are an index out of range."""
     if not source.numel():
         return NotImplemented
     x, mask = torch.broadcast_tensors(x, mask)

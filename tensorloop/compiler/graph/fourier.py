@@ -97,7 +97,7 @@ def _circle(turns: Tensor, n: int, way: int, dtype: torch.dtype) -> Parts:
 
 
 def _turned(re: Tensor, im: Tensor | None, cos: Tensor, sin: Tensor, product: bool) -> Parts:
-    """Complex numbers times others: a product of matrices, or of elements."""
+    """Multiplies complex numbers by others: a product of matrices, or of elements."""
     times = torch.matmul if product else torch.mul
     if im is None:
         return times(re, cos), times(re, sin)

@@ -120,7 +120,7 @@ def _to_places(rank: int) -> Callable[..., Tensor]:
 
 
 def _counts(x: Tensor, lines: Sequence[_Line], kernel: Any, stride: Any, padding: Any) -> Tensor:
-    """How many places each window has, those in the padding among them."""
+    """Counts the places of each window, those in the padding among them."""
     rank = len(lines)
     count = torch.ones([1] * rank, dtype=torch.int64)
     for i, line in enumerate(lines):
