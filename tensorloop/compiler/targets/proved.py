@@ -35,7 +35,7 @@ class Provable(Core, Protocol):
 
     @property
     def trials(self) -> Sequence[Trial]:
-        """Which calls are tried, the longest first."""
+        """Returns which calls are tried, the longest first."""
         ...
 
 
@@ -117,7 +117,7 @@ class Proved:
 
     @property
     def way(self) -> str:
-        """How the steps run."""
+        """Says how the steps run."""
         return (self._below if self._failed else self._core).way
 
     @property

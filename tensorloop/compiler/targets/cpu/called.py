@@ -23,7 +23,7 @@ _ENTRY = ctypes.CFUNCTYPE(None)  # which takes the interpreter's lock, and lets 
 
 
 class CalledOperations:
-    """One run's. `fixed` are the tensors of invariants and constants, by kind; scratch memory begins at `scratch`."""
+    """One run's operations of torch. `fixed` are its invariants and constants, by kind; scratch begins at `scratch`."""
 
     def __init__(self, calls: Sequence[PlacedCall], scratch: int, fixed: dict[str, Sequence[Tensor]]) -> None:
         self.scratch = scratch

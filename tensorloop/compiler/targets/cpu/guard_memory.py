@@ -64,7 +64,7 @@ class Arena:
         return None
 
     def near(self, address: int, size: int) -> str:
-        """Where so many bytes are, by the piece that is nearest."""
+        """Says where so many bytes are, by the piece that is nearest."""
         low, high = address - self.base, address - self.base + size
 
         def distance(one: Piece) -> int:

@@ -172,7 +172,7 @@ class GuardedCore(NativeCore):
         return [n + max(0, more) * steps for n, more in zip(lengths, self._growth, strict=True)]
 
     def _scratch(self, arena: Arena, steps: int, parts: int, lengths: Sequence[int]) -> int:
-        """Where scratch memory is: a piece for each buffer, for each part of the rows."""
+        """Returns where scratch memory is: a piece for each buffer, for each part of the rows."""
         function, longest = self._function, self._longest(steps, lengths)
         apart = 1 if self.text.barriers else parts
         each = self.text.scratch + self._growing(steps, lengths)

@@ -53,7 +53,7 @@ class GraphCore:
 
     @property
     def way(self) -> str:
-        """How the steps run."""
+        """Says how the steps run."""
         return self.eager.way if self._failed else GRAPHS
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:

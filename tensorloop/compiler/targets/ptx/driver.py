@@ -131,7 +131,7 @@ def device_of(index: int) -> CudaDevice:
 
 @functools.cache  # by process: a driver does not outlive a fork
 def cached_device(index: int, process: int) -> CudaDevice:
-    """One object for each device of a process."""
+    """Returns a device of a process; there is one object for each."""
     return CudaDevice(index, open_library())
 
 
