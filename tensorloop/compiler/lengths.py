@@ -235,7 +235,7 @@ class Again(fx.Interpreter):
     """Runs a graph on tensors that may be in another order in memory than those it was traced with."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One operation."""
+        """Runs one operation."""
         return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
@@ -247,7 +247,7 @@ class Sized(Again):
         self._lengths = lengths
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One operation."""
+        """Runs one operation with the actual lengths in its arguments."""
         return super().call_function(target, *actual((args, kwargs), self._lengths))
 
 

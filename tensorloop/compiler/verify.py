@@ -26,7 +26,7 @@ _LENGTH = 19  # slots of an array in the carry, while its graph is tried
 
 
 class Broken(Refused):
-    """Something does not give what its graph says."""
+    """Raised where something does not give what its graph says."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, GAP)
