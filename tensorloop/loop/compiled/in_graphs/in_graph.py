@@ -123,7 +123,7 @@ def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
 
 
 def _trace(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, numbered: bool) -> StepText:
-    """One step, written down on tensors without numbers: n tensors of the carry, m of the carry and xs."""
+    """Writes one step down on tensors without numbers: n tensors of the carry, m of the carry and xs."""
     with fake_tensors():
         values = [torch.empty(x.shape, dtype=x.dtype, device=HOST) if isinstance(x, _Like) else x for x in inputs]
         tensors = [x for x in values if isinstance(x, Tensor)]

@@ -47,7 +47,7 @@ class PreparedLoop:
         self.ys = [k for k, n in enumerate(t.outs) if n in used]
 
     def run(self, steps: int) -> RunAtOnce:
-        """One run of the plan."""
+        """Makes one run of the plan."""
         k = self.text.k
         if k is None or not self.plan.grad:
             return RunAtOnce(self.plan, steps)
@@ -131,7 +131,7 @@ def _loop_forward(text: str, tensors: list[Tensor], steps: int, wants: list[bool
 
 
 def _forward(loop: PreparedLoop, tensors: list[Tensor], steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(the last carry and ys, what else is kept)."""
+    """Runs the loop and returns (the last carry and ys, what else is kept)."""
     inputs = loop.inputs(tensors)
     if not steps:
         carry = [x.clone() for x in inputs[: len(loop.plan.step.carry)]]
