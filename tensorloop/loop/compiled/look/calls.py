@@ -73,7 +73,7 @@ _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
 
 
 def refusal(reason: str, cure: str) -> Refused:
-    """Why a body is not compiled, by the user's line that runs now."""
+    """Returns the refusal of a body, at the user's line that runs now."""
     return Refused(reason, cure, user_place())
 
 

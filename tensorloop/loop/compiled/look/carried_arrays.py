@@ -95,7 +95,7 @@ class Arrays:
         return array.stack() if len(array) else torch.empty((0, *shape), dtype=dtype, device=self.device)
 
     def growth(self, after: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
-        """How many slots a step adds to the arrays of each group; `after` are their places and what they became."""
+        """Returns how many slots a step adds to each group's arrays; `after` are their places and what they became."""
         added: dict[int, int] = {}
         for i, values in after:
             k = self.groups[i]

@@ -39,11 +39,11 @@ Layout = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]  # stri
 
 
 class AnswersInPython(Exception):
-    """The condition after a step gives a Python bool, or looks at a value to find it: it is to be asked in Python."""
+    """Raised where a condition after a step gives a Python bool, or reads a value: it is to be asked in Python."""
 
 
 class Counts(Exception):
-    """Python ints in the carry are others after the step: `found` says by how much, by their place."""
+    """Raised where Python ints in the carry change in the step: `found` says by how much, by their place."""
 
     def __init__(self, found: dict[int, int]) -> None:
         super().__init__()
@@ -74,7 +74,7 @@ class StepResults(NamedTuple):
     growth: tuple[int, ...]  # of each group of arrays
 
     def outputs(self) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """(all tensors that come out of the step, what else a plan depends on: which ys are none, and of what type)."""
+        """Returns (all tensors that come out, what else a plan depends on: which ys are none, and of what type)."""
         tensors, kinds = list(self.carry), list[Any]()
         for y in self.ys:
             if isinstance(y, Tensor):
@@ -159,7 +159,7 @@ class Frame:
     # -- what goes in
 
     def inputs(self, layout: Layout | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """(carry, a row of each of xs): copies, which a body may change."""
+        """Returns (carry, a row of each of xs): copies, which a body may change."""
         loop = self.loop
         t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
         carry, row = [_own(x) for x in self.carry], [_own(x.detach().select(0, t)) for x in self.xs]
@@ -402,7 +402,7 @@ def tensors_of(loop: Loop) -> list[Tensor]:
 
 
 def _place_of(loop: Loop) -> Place:
-    """Where a loop runs: where its tensors are, and without any where new ones are made.
+    """Returns the place where a loop runs: that of its tensors or, without any, where new ones are made.
 
     Raises `Refused` where they are on several devices.
     """

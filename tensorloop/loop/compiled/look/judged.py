@@ -15,7 +15,7 @@ from tensorloop.loop.effects.reads import Reads
 
 
 class Appeared(Refused):
-    """A step makes what was not there before, or was None: it may be that the first one alone does."""
+    """Refuses a step that makes what was not there before, or was None: maybe only the first one does."""
 
 
 @contextmanager

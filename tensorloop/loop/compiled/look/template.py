@@ -110,7 +110,7 @@ def _aligned(columns: Any) -> list[tuple[Any, ...]]:
 
 
 def length_matters(place: Any = None) -> Refused:
-    """Why a body that takes another course for another length is not compiled."""
+    """Returns the refusal of a body that takes another course for another length."""
     return Refused(
         "what the body does depends on the length of an array in the carry",
         "read slots that every length has, use torch.full((), len(array)) for a float of it, or set compile=False",
