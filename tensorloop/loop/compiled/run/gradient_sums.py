@@ -121,7 +121,7 @@ class GradientSums:
 
 
 def room_for(steps: int, value: Tensor, device: torch.device, *, zeros: bool = False) -> Tensor:
-    """Memory for a value of each step."""
+    """Returns memory for a value of each step."""
     made = torch.zeros if zeros else torch.empty
     return made((steps, *value.shape), dtype=value.dtype, device=device)
 

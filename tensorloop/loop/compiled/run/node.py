@@ -51,12 +51,12 @@ class RunAtOnce:
         return 0 if self.draws is None else self.draws.tensors
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(carry, sequences, invariants) of all inputs."""
+        """Splits all inputs into (carry, sequences, invariants)."""
         n, m = len(self.plan.step.carry), len(self.plan.step.sequences)
         return list(tensors[:n]), list(tensors[n : n + m]), list(tensors[n + m :])
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(the last carry, outs, what a backward keeps)."""
+        """Runs the loop and returns (the last carry, outs, what a backward keeps)."""
         assert self.steps is not None
         state, sequences, invariants = self.split(tensors)
         plan = self.plan
@@ -196,7 +196,7 @@ class RunAtOnce:
         return [by_place.get(i) for i in range(len(tensors))]
 
     def whole(self, sequences: list[Tensor]) -> list[Tensor]:
-        """All sequences, of all steps."""
+        """Returns all sequences, of all steps."""
         return sequences
 
     def _unrolled(self, tensors: Sequence[Tensor]) -> list[Tensor]:

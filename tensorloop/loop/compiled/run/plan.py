@@ -35,7 +35,7 @@ MOST_LENGTHS = 64  # of loops, for which a plan remembers which gradients there 
 
 
 class Reached(NamedTuple):
-    """Which inputs of a step get a gradient, by place; of its carry, those that get `none`."""
+    """The inputs of a step that get a gradient, by place; of its carry, those that get `none`."""
 
     none: frozenset[int]
     sequences: frozenset[int]

@@ -37,7 +37,7 @@ class Ran(NamedTuple):
 
 
 class Program:
-    """(steps, invariants, sequences, carry) -> `Ran`: a loop of this step.
+    """Runs a loop of one step: (steps, invariants, sequences, carry) -> `Ran`.
 
     `barred` nodes are kept out of the loop, as another program of the same step does: both then round alike.
     """
@@ -210,7 +210,7 @@ class Program:
     def _loop(
         self, core: Core, call: CoreCall, ask: Ask | None, pool: Pool | None
     ) -> tuple[list[Tensor], int, list[Tensor], bool]:
-        """(the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
+        """Returns (the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
         (steps, invariants, sequences, carry, _, sums, lengths), reverse = call, self.step.reverse
         memory = self._memory(steps, pool)
         for r, x in zip(self._rooms, memory, strict=True):

@@ -35,7 +35,7 @@ CheckpointsArg = Checkpoints | Schedule | None
 def run_plan(
     look: Look, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: PythonCondition | None
 ) -> tuple[Loop, list[Any]]:
-    """(the loop as it ended, the leaves of its carry)."""
+    """Runs a plan and returns (the loop as it ended, the leaves of its carry)."""
     loop, rows = look.frame.loop, look.frame.rows
     loop.taken, outputs = results_of(look, plan, steps, checkpoints, ask)
     carry = carry_of(look, outputs, loop.taken)
@@ -53,7 +53,7 @@ def run_stretches(
     checkpoints: CheckpointsArg,
     look_at: Callable[[Loop], tuple[Look, Plan]],
 ) -> tuple[Loop, list[Any]]:
-    """(the loop, its carry) of a scan over packed xs; `look` is at its first step, `look_at` is for later stretches."""
+    """Runs a scan over packed xs: (the loop, its carry); `look` is at its first step, `look_at` for later stretches."""
     whole = checkpoints is not None or bool(
         look.frame.arrays.places
     )  # so as to keep no more carries, or copy no arrays
@@ -83,7 +83,7 @@ def results_of(
     ask: PythonCondition | None,
     first: int = 0,
 ) -> tuple[int, list[Tensor]]:
-    """(steps done, the last carry and ys); `first` steps of the loop are done before."""
+    """Runs steps and returns (steps done, the last carry and ys); `first` steps of the loop are done before."""
     given = look.frame.given()
     carried = [in_memory(x).contiguous() for x in complex_pairs.split_pairs(given)]
     run = _planned(look, plan, steps, checkpoints, ask)

@@ -75,7 +75,7 @@ def check(look: Look, plan: Plan, rows: int, counts: Iterable[int], few: Callabl
 
 
 def _own_captures(look: Look) -> tuple[int, ...]:
-    """Which captures have rows of their own: those of the context, which rows leave too."""
+    """Returns which captures have rows of their own: those of the context, which rows leave too."""
     context = {id(x) for x in look.frame.loop.context.leaves if isinstance(x, Tensor) and x.dim()}
     return tuple(i for i, x in enumerate(look.captures) if id(x) in context)
 

@@ -31,7 +31,7 @@ LEAST = 8  # steps for which a stretch makes room
 def run_by_answers(
     look: Look, plan: Plan, checkpoints: CheckpointsArg, look_at: Callable[[Loop], tuple[Look, Plan]]
 ) -> tuple[Loop, State]:
-    """(the loop as it ended, the leaves of its carry); `look_at` looks at the first step of a later stretch."""
+    """Runs a loop in stretches: (the loop as it ended, its carry's leaves); `look_at` is for later stretches."""
     loop, first, known, columns = look.frame.loop, plan, dict[Any, tuple[Look, Plan]](), list[Sequence[Any]]()
     parts, state, done, streak = _Parts(loop), loop.init, 0, 0
     while True:
