@@ -107,7 +107,7 @@ class Ready(NamedTuple):
 
 
 def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop, Any] | Refused | None:
-    """(the loop as it ended, its carry); else the caller runs it as an eager one.
+    """Runs a loop and returns (the loop as it ended, its carry); else the caller runs it as an eager one.
 
     Then what is returned is None, or an error that the look met: the eager loop meets it too, as a rule, and where it
     does not, `tell` is to be called with that.
@@ -229,7 +229,7 @@ def _look_and_plan(loop: Loop, elsewhere: Place | None) -> Ready | None:
 
 
 def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg) -> tuple[Loop, Any]:
-    """(the loop as it ended, its carry)."""
+    """Runs a loop that has a plan and returns (the loop as it ended, its carry)."""
     seen, plan, condition, whole, steps = ready
     try:
         if plan.answers:
