@@ -79,7 +79,7 @@ def _join(graph: fx.Graph, end: fx.Node) -> None:
 
 
 def _index(result: Any) -> int:
-    """Which result this is, or is a view of."""
+    """Returns the number of the result that this node is, or is a view of."""
     while result.target is not operator.getitem:
         result = result.args[0]
     return result.args[1]

@@ -97,7 +97,7 @@ Size = int
 
 
 def join(one: Any, other: Any) -> Any:
-    """What is common to a trace with LENGTH_MARKS and one with OTHER_MARKS: numbers that differ become lengths."""
+    """Joins a trace with LENGTH_MARKS and one with OTHER_MARKS: numbers that differ become lengths, others stay."""
     if isinstance(one, dict) and isinstance(other, dict) and one.keys() == other.keys():
         return {k: join(x, other[k]) for k, x in one.items()}
     if isinstance(one, (list, tuple)) and isinstance(other, (list, tuple)) and len(one) == len(other):
@@ -110,7 +110,7 @@ def join(one: Any, other: Any) -> Any:
 
 
 def _length(one: float, other: float) -> Length:
-    """Which length two numbers follow that differ."""
+    """Returns the length that two different numbers follow."""
     exact = isinstance(one, int) or (one.is_integer() and abs(one) < 1 << 53)  # larger floats are rounded already
     for k, (mark, apart) in enumerate(zip(LENGTH_MARKS, _APART, strict=True)):
         scale, rest = divmod(one - other, apart)
@@ -170,7 +170,7 @@ def as_text(size: Size) -> str:
 
 
 def of_slice(node: fx.Node) -> Iterator[Size]:
-    """That a part of what is as long as an array is a part of it: torch counts from the end, and cuts short."""
+    """Yields numbers not below zero if a slice of a growing array lies in it: torch counts from the end, cuts short."""
     whole: Any = node.args[0] if node.args else None
     if node.op != "call_function" or not isinstance(whole, fx.Node) or not grows(whole):
         return
@@ -188,7 +188,7 @@ def of_slice(node: fx.Node) -> Iterator[Size]:
 
 
 def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
-    """That so many elements, from one on, are there."""
+    """Yields numbers that are not below zero if so many elements, from one on, are there."""
     # Traced with long arrays, a part has the start that torch counted from the end, and no stop that is cut short: it
     # is the same part of a shorter array if it begins at 0 or later and its last element is before the end.
     start = start + size if start < 0 else start
@@ -199,12 +199,12 @@ def _of_part(size: Size, start: Size, count: Size, step: int) -> Iterator[Size]:
 
 
 def all_hold(conditions: Iterable[Size | Length], ends: Sequence[Sequence[int]]) -> bool:
-    """Whether they hold where arrays are this long, before the first step and before the last one."""
+    """Whether no condition is below zero for such lengths of arrays, before the first step and before the last."""
     return all(actual(size, lengths) >= 0 for size in conditions for lengths in ends)
 
 
 def growth_of(array: fx.Node, growth: Sequence[int]) -> int | None:
-    """What a step adds to an array's length; None for what is no array."""
+    """Returns how many slots a step adds to an array; None for what is no array."""
     return growth[size.symbol] if grows(array) and isinstance(size := shape_of(array)[0], Length) else None
 
 
@@ -223,7 +223,7 @@ def has_length(x: Any) -> bool:
 
 
 def actual(x: Any, lengths: Sequence[int]) -> Any:
-    """Arguments of an operation where the arrays are that long."""
+    """Returns the arguments of an operation for arrays of these lengths."""
     if isinstance(x, dict):
         return {name: actual(y, lengths) for name, y in x.items()}
     if isinstance(x, (list, tuple)):
@@ -235,7 +235,7 @@ class Again(fx.Interpreter):
     """Runs a graph on tensors that may be in another order in memory than those it was traced with."""
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One operation."""
+        """Runs one operation."""
         return super().call_function(aten.reshape.default if target is aten.view.default else target, args, kwargs)
 
 
@@ -247,12 +247,12 @@ class Sized(Again):
         self._lengths = lengths
 
     def call_function(self, target: Any, args: Any, kwargs: Any) -> Any:
-        """One operation."""
+        """Runs one operation with the actual lengths in its arguments."""
         return super().call_function(target, *actual((args, kwargs), self._lengths))
 
 
 def versions(array: fx.Node, last: fx.Node) -> list[fx.Node]:
-    """What an array of the carry becomes in a step, from the last version back to the first; [] where it is replaced.
+    """Returns the versions of a carried array in a step, from the last back to the first; [] where it is replaced.
 
     Each is made from the one before by an operation that leaves its other slots as they are, or adds to all.
     """

@@ -27,7 +27,7 @@ CORE = ("view", "pointwise", "reduction", "product", "running", "gather", "scatt
 
 
 class Traits(NamedTuple):
-    """A row.
+    """A row of the table of operations: what the compiler knows of one.
 
     linear: in its "first" argument whatever the others are, in "each" alone as a product is, in all "together" as a
         sum is. Sums over steps are pushed through it.
@@ -117,7 +117,7 @@ _NOTHING = Traits("other")
 
 
 def traits(node: fx.Node) -> Traits:
-    """The row of what a node does."""
+    """Returns the row of a node's operation in the table."""
     target: Any = node.target
     if not isinstance(target, torch._ops.OpOverload):
         return _NOTHING

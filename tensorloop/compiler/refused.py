@@ -38,7 +38,7 @@ _raised = _Raised()
 
 @contextmanager
 def remembered() -> "Iterator[list[Signal]]":
-    """What is signalled inside, also what somebody catches."""
+    """Collects every signal that is made inside the block, also those that somebody catches."""
     outer, _raised.met = _raised.met, []
     try:
         yield _raised.met

@@ -16,7 +16,7 @@ from tensorloop.compiler.place import Place
 
 
 class Unsupported(Exception):
-    """What a back end lacks: the reason in a few words, and the node that showed it."""
+    """Says what a back end lacks: the reason in a few words, and the node that showed it."""
 
     def __init__(self, reason: str, node: fx.Node | None = None) -> None:
         super().__init__(reason)
@@ -24,7 +24,7 @@ class Unsupported(Exception):
 
 
 class StepFailed(Exception):
-    """What a step of a user's operations raised, an interrupt among that, and how many steps were done before it."""
+    """A step that failed: what an operation of the user's raised, or an interrupt, and how many steps came before."""
 
     def __init__(self, error: BaseException, done: int) -> None:
         super().__init__(f"step {done} raised {type(error).__name__}")
@@ -32,7 +32,7 @@ class StepFailed(Exception):
 
 
 def _as_called(error: BaseException) -> BaseException:
-    """Torch's error of a singular matrix: who called `cholesky` has `cholesky_ex` in the graph, told to raise."""
+    """Returns the error with the operation that the user called: for `cholesky` the graph has `cholesky_ex`."""
     text = str(error)
     name, _, rest = text.partition("_ex: ")
     return type(error)(f"{name}: {rest}") if rest and name.startswith(("linalg.", "torch.linalg.")) else error
@@ -71,12 +71,12 @@ class Step:
 
     @property
     def inputs(self) -> tuple[fx.Node, ...]:
-        """What goes in, in the order of a core's placeholders."""
+        """Returns the nodes that go in, in the order of a core's placeholders."""
         return *self.invariants, *self.sequences, *self.carry
 
     @property
     def outputs(self) -> tuple[fx.Node, ...]:
-        """What comes out, in the order of a core's outputs."""
+        """Returns the nodes that come out, in the order of a core's outputs."""
         return *self.next_carry, *self.outs, *self.sums, *(() if self.going is None else (self.going,))
 
 
@@ -85,7 +85,7 @@ class OutOfRange(IndexError, RuntimeError):
 
 
 class CoreCall(NamedTuple):
-    """What a core is called with: `steps` is the most steps that it runs.
+    """The arguments that a core is called with: `steps` is the most steps that it runs.
 
     `sequences[k]` are (at least `steps`, *shape), `outs[k]` are (at least `steps`, *shape) to be filled, `sums[k]` are
     added to in place; all are contiguous. `lengths` are those of arrays before the first step, by symbol; the arrays
@@ -106,7 +106,7 @@ class Core(Protocol):
 
     @property
     def way(self) -> str:
-        """How it runs, in words."""
+        """Says how the core runs, in words."""
         ...
 
     @property

@@ -68,7 +68,7 @@ class Answer:
 
 @dataclasses.dataclass(frozen=True)
 class Trace:
-    """What one step did, its tensors as numbers: each role of a `Step`, and whether it writes to tensors in place.
+    """A record of one step with its tensors as numbers: each role of a `Step`, and whether it writes in place.
 
     It is a step with these `answers`; with others it may be another one.
     """
@@ -181,7 +181,7 @@ def _called(o: Operation, args: list[Any], kwargs: dict[str, Any]) -> Any:
 
 
 def _slots(x: Tensor, dim: int, start: Tensor, size: int = 1, step: int = 1) -> Tensor:
-    """Which slots of a dim a part of it has; `start` may be counted from the end."""
+    """Returns the slots of a dim that a part of it has; `start` may be counted from the end."""
     start = torch.where(start < 0, start + x.shape[dim], start)
     return start.reshape(1) if size == 1 else start + torch.arange(0, size, step)
 

@@ -26,7 +26,7 @@ _LENGTH = 19  # slots of an array in the carry, while its graph is tried
 
 
 class Broken(Refused):
-    """Something does not give what its graph says."""
+    """Raised where something does not give what its graph says."""
 
     def __init__(self, reason: str) -> None:
         super().__init__(reason, GAP)
@@ -122,7 +122,7 @@ class _Checked(Sized):
     """Runs a graph and looks at each result."""
 
     def run_node(self, n: fx.Node) -> Any:
-        """One node."""
+        """Runs one node and compares what it gives with what its meta says."""
         found = super().run_node(n)
         if n.op == "call_function":
             self._compare(n, found, n.meta.get("val"), iter(shapes_of(n)))
@@ -141,7 +141,7 @@ class _Checked(Sized):
 
 
 class Promise(NamedTuple):
-    """What a node has for all steps: of each one, or the same for all; None for the shape of what grows."""
+    """The kind of a node's value for all steps: of each one, or the same for all; shape None for what grows."""
 
     each: bool
     shape: torch.Size | None
@@ -150,7 +150,7 @@ class Promise(NamedTuple):
 
 
 def promise(node: fx.Node, device: torch.device, *, each: bool) -> Promise:
-    """What a node's graph says."""
+    """Returns what a node's graph says that its value is."""
     value = value_of(node)
     return Promise(each, None if grows(node) else value.shape, value.dtype, device)
 

@@ -25,10 +25,10 @@ LIBRARIES = ("tensorloop", "cuda/tensorloop_cuda")
 # folder counts, and every other one has none. Who mends some lowers the number.
 FRAGMENTS = {
     "tensorloop/attention": 24,
-    "tensorloop/compiler": 74,
+    "tensorloop/compiler": 1,
     "tensorloop/hf": 21,
     "tensorloop/loop/checkpoint": 26,
-    "tensorloop/loop/compiled": 71,
+    "tensorloop/loop/compiled": 2,
     "tensorloop/loop/effects": 23,
 }
 ITEM = re.compile(r"^- `([\w, ]+)`: ", re.MULTILINE)

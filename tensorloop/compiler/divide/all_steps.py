@@ -37,7 +37,7 @@ class BatchedGraph:
             self.found[n] = self.graph.placeholder(f"given_{i}")
 
     def compute(self, order: Sequence[fx.Node], targets: Iterable[fx.Node]) -> None:
-        """Adds what the targets need."""
+        """Adds the nodes that the targets need."""
         needed = needed_for(targets, self.found)
         for n in order:
             if n in needed and n not in self.found:
@@ -58,7 +58,7 @@ class BatchedGraph:
         return fx.GraphModule(torch.nn.Module(), self.graph).forward
 
     def call(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> fx.Node:
-        """A further node."""
+        """Adds a call to the graph and returns its node."""
         return self.graph.call_function(function, args, kwargs)
 
     def whole(self, n: fx.Node) -> fx.Node:
@@ -92,7 +92,7 @@ class BatchedGraph:
         return self.graph.call_function(n.target, fx.map_arg(n.args, arg), kwargs)  # pyright: ignore[reportArgumentType]
 
     def _mapped(self, n: fx.Node) -> fx.Node:
-        """An operation without a rule, by vmap."""
+        """Adds an operation that has no rule of its own, by vmap."""
         nodes = n.all_input_nodes
         place = {a: i for i, a in enumerate(nodes)}
         args, kwargs = fx.map_arg((n.args, n.kwargs), lambda a: TensorArgument(place[a]))  # pyright: ignore[reportArgumentType, reportGeneralTypeIssues]
@@ -129,7 +129,7 @@ def _cast(x: Tensor, dtype: torch.dtype) -> Tensor:
 
 
 def _spread(x: Tensor, dims: int) -> Tensor:
-    """x with so many dims of one behind the steps."""
+    """Returns x with so many dims of size 1 behind the dim of the steps."""
     return x[(slice(None), *(None,) * dims)]
 
 
@@ -142,7 +142,7 @@ def _expanded(x: Tensor, sizes: Sequence[int]) -> Tensor:
 
 
 def rows_times_matrix(x: Tensor, w: Tensor) -> Tensor:
-    """(T, B, F) by (F, N), as one product."""
+    """Multiplies (T, B, F) by (F, N), as one product."""
     return torch.mm(x.flatten(0, -2), w).view(*x.shape[:-1], w.shape[-1])
 
 
@@ -161,7 +161,7 @@ def _rule(*targets: Any) -> Callable[[Rule], Rule]:
 
 
 def _later(n: fx.Node, dim: int, rank: int | None = None) -> int:
-    """A dim of one step's value, where steps come first."""
+    """Returns a dim of one step's value as a dim of all steps' values, where the steps come first."""
     rank = value_of(n).dim() if rank is None else rank
     return dim % max(rank, 1) + 1
 
@@ -197,7 +197,7 @@ def _part(s: BatchedGraph, n: fx.Node, x: fx.Node, index: int) -> fx.Node | None
 
 @_rule(aten.convolution.default)
 def _convolution(s: BatchedGraph, n: fx.Node, x: fx.Node, weight: fx.Node, bias: fx.Node | None, *options: Any) -> Any:
-    """With a kernel that stays, steps are further rows of the batch."""
+    """Convolves all steps at once with a kernel that stays: steps are further rows of the batch."""
     if weight in s.moving or bias in s.moving:
         return None
     return s.call(_convolved, s.found[x], s.found[weight], None if bias is None else s.found[bias], options)
@@ -326,7 +326,7 @@ _VECTORS = {aten.linalg_lu_solve.default: 1, aten.lu_unpack.default: 1}
 
 @_rule(*_MATRICES)
 def _matrices(s: BatchedGraph, n: fx.Node, *args: Any, **options: Any) -> fx.Node | None:
-    """Steps are further matrices of the batch."""
+    """Applies an operation on matrices to all steps at once: steps are further matrices of the batch."""
     target: Any = n.target
     given = [a for a in args if isinstance(a, fx.Node)]
     shapes = [value_of(a).shape for a in given]

@@ -51,7 +51,7 @@ class Mapped:
         return self._mapped(*tensors) if self.mapped else self._in_turn(*tensors)
 
     def _in_turn(self, *tensors: Tensor) -> Any:
-        """Step by step."""
+        """Runs the operation step by step and stacks the results."""
         steps = next(len(x) for x, dim in zip(tensors, self.dims, strict=True) if dim is not None)
         outs = []
         for t in range(steps):
@@ -118,7 +118,7 @@ class _Heard(torch.autograd.Function):
 
 
 def _numbers(shape: Sequence[int], dtype: torch.dtype, generator: torch.Generator, *, positive: bool) -> Tensor:
-    """Some of a dtype: floats are of both signs or near one."""
+    """Returns random numbers of a dtype: floats are of both signs or, where `positive`, near one."""
     options: Any = {"generator": generator, "device": HOST}
     if dtype.is_floating_point or dtype.is_complex:
         numbers = torch.rand(shape, **options) + 0.5 if positive else torch.randn(shape, **options)

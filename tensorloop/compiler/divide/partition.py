@@ -52,7 +52,7 @@ class Partition:
 
     @property
     def after_loop(self) -> list[fx.Node]:
-        """What there is at each step when the loop is over: outs, and states before the steps."""
+        """Returns the nodes that have a value for each step after the loop: outs, and states before the steps."""
         return [*self.outs, *(self.step.carry[i] for i in self.states)]
 
 
@@ -85,7 +85,7 @@ def divide(step: Step, hoisted: frozenset = frozenset(), barred: Container[fx.No
 
 
 def outside(found: Partition) -> tuple[set[fx.Node], set[fx.Node]]:
-    """What torch computes (before the loop, after it)."""
+    """Returns the nodes that torch computes: (before the loop, after it)."""
     step = found.step
     given = {*step.invariants, *step.sequences}
     fed = {*found.loop_invariants, *found.loop_sequences}
@@ -96,13 +96,13 @@ def outside(found: Partition) -> tuple[set[fx.Node], set[fx.Node]]:
 
 
 def seen_by_discontinuous(nodes: Iterable[fx.Node]) -> set[fx.Node]:
-    """Inexact values that go into a discontinuous operation: they must be computed in one place only."""
+    """Returns inexact values that go into a discontinuous operation: they must be computed in one place only."""
     behind = needed_for(n for n in nodes if is_discontinuous(n))
     return {n for n in behind if n.op == "call_function" and not is_exact(n)}
 
 
 class _Pulled:
-    """What the nodes of a loop need that does not depend on its carry: computed there too, or given to it."""
+    """Collects what a loop's nodes need and its carry does not reach: computed in the loop too, or given to it."""
 
     def __init__(
         self, step: Step, given: set[fx.Node], moving: set[fx.Node], hoisted: frozenset, barred: Container[fx.Node]
@@ -159,7 +159,7 @@ def _stored(
     carried: set[fx.Node],
     pulled: _Pulled,
 ) -> tuple[set[fx.Node], list[fx.Node], list[fx.Node], dict[int, fx.Node]]:
-    """(nodes behind the loop that move into it, its outs, what it adds up, states)."""
+    """Returns (nodes behind the loop that move into it, its outs, what it adds up, states)."""
     outside = [n for n in order if n in carried and n not in inner and n not in given]
     ready = _ready(outside, step, inner, moving, carried, pulled.hoisted) if step.carry else set[fx.Node]()
     sums = sums_in_loop(step.sums, moving, inner & carried, ready) if step.carry else []
@@ -205,7 +205,7 @@ def _ready(
     carried: set[fx.Node],
     hoisted: frozenset,
 ) -> set[fx.Node]:
-    """What could be computed in the loop at little cost from what is there."""
+    """Returns the nodes that the loop could compute at little cost from what it has."""
     found = set[fx.Node]()
     for n in outside:
         there = all(a in inner or a in found or a in step.carry for a in n.all_input_nodes if a in carried)
@@ -216,7 +216,7 @@ def _ready(
 
 
 def _base(n: fx.Node, available: set[fx.Node]) -> fx.Node:
-    """What a node is a view of all of, as far as the loop has that and it can be stored at each step."""
+    """Returns the tensor that a node is a view of all of, as far as the loop has it and can store it at each step."""
     while is_view(n):
         (before,) = n.all_input_nodes
         # A part of an array without features has as many numbers as the array: none.

@@ -38,7 +38,7 @@ def kept(
     alike: Container[fx.Node] = (),
     last: Sequence[fx.Node] = (),
 ) -> list[fx.Node]:
-    """Which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
+    """Chooses which of the `moving` nodes (other at each step) to keep, so that `uses` can be had.
 
     Those in `alike` are had bit for bit; `last` ones, and what is made of them, are not done forward. What is
     not computed `forward` has to be computed backward anyway, but for what is discontinuous. A node with a `price` is
@@ -105,7 +105,7 @@ def _done_again(
 
 
 def _price(n: fx.Node) -> int:
-    """Of what a node gives. Several tensors at once are not kept: each is, by itself; nor is what grows."""
+    """Returns the price of keeping a node's value: several tensors are kept one by one, what grows is never kept."""
     if not isinstance(n.meta["val"], Tensor) or grows(n):
         return _FOREVER
     return bytes_of(n) * 8 + (8 if is_view(n) else 1)
@@ -125,7 +125,7 @@ class _Edges:
         self.of: list[list[int]] = [[] for _ in range(size)]
 
     def add(self, a: int, b: int, room: int) -> None:
-        """An edge, and its way back."""
+        """Adds an edge, and its way back."""
         for start, end, n in ((a, b, room), (b, a, 0)):
             self.of[start].append(len(self.to))
             self.to.append(end)

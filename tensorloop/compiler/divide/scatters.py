@@ -23,7 +23,7 @@ class StepsScatter(NamedTuple):
 
 
 def scatter_of(n: fx.Node) -> StepsScatter | None:
-    """How a node adds values to zeros; None where it does something else."""
+    """Returns how a node adds values to zeros; None where it does something else."""
     args: Any = n.args
     if n.target is aten.embedding_dense_backward.default:
         return StepsScatter(args[0], [args[1]], _rows_added)
@@ -60,7 +60,7 @@ def _is_zeros(n: Any) -> bool:
 
 
 def _wide(together: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Adds in float32 what is rounded to two bytes: one row may get many terms."""
+    """Makes a function add in float32 what is then rounded to two bytes: one row may get many terms."""
 
     @wraps(together)
     def added(*args: Any, **kwargs: Any) -> Tensor:
@@ -103,7 +103,7 @@ def _scatter_added(shape: Any, dim: int, index: Tensor, source: Tensor) -> Tenso
 
 
 def _in_line(x: Tensor, dim: int) -> Tensor:
-    """The steps' values one after another along a dim of one step's."""
+    """Puts the steps' values one after another along a dim of one step's."""
     return x.movedim(0, dim).flatten(dim, dim + 1)
 
 

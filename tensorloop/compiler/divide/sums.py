@@ -49,7 +49,7 @@ def leaves(n: fx.Node, moving: set[fx.Node], given: Container[fx.Node], known: C
 def sums_in_loop(
     nodes: Iterable[fx.Node], moving: set[fx.Node], inside: Container[fx.Node], ready: Container[fx.Node]
 ) -> list[fx.Node]:
-    """What a loop adds up for the sums of these nodes: of what they are made of, what is computed `inside` of it.
+    """Returns the nodes that a loop adds up for the sums of these: the parts of them that it computes `inside`.
 
     What is `ready` could be, too; where it is a linear function of such nodes, those are added up instead.
     """

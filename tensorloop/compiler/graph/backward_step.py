@@ -30,7 +30,7 @@ class Missing(NamedTuple):
 
 
 def zeros_in(gradients: StepWithGradients, missing: Missing) -> set[fx.Node]:
-    """What is zero in a step with gradients where these, of those that come, are missing."""
+    """Returns the nodes that are zero in a step with gradients where these of the incoming ones are missing."""
     coming = [*gradients.next_carry_grads.values(), *gradients.out_grads.values()]
     nodes, gone = gradients.step.graph.nodes, missing.of(gradients)
     linear, zero = depends_on(nodes, coming), set[fx.Node]()

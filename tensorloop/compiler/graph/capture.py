@@ -30,7 +30,7 @@ class Gradients(NamedTuple):
 
     @property
     def nodes(self) -> list[fx.Node]:
-        """All of them."""
+        """Returns all the gradients."""
         return [g for grads in self for g in grads.values()]
 
 
@@ -91,16 +91,16 @@ class Flow:
 
     @property
     def carried(self) -> set[int]:
-        """Leaves of the carry that require one before any step."""
+        """Returns the leaves of the carry that require a gradient before any step."""
         return set[int]().union(*self._steps)
 
     @property
     def reached(self) -> set[int]:
-        """Outputs that require one after any step."""
+        """Returns the outputs that require a gradient after any step."""
         return set[int]().union(*self._outputs)
 
     def after(self, steps: int) -> frozenset[int]:
-        """Outputs of a loop that require one after so many steps: the last carry, outs of all steps."""
+        """Returns the outputs of a loop that require a gradient after so many steps: last carry, outs of all steps."""
         count, first = len(self._outputs), self._steps.index(self._steps[-1])
         last = steps - 1 if steps <= count else first + (steps - 1 - first) % (count - first)  # it goes round
         key = last, min(steps, count)

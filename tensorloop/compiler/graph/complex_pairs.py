@@ -21,7 +21,7 @@ from tensorloop.compiler.trace import Trace
 
 
 def split_pairs(tensors: Iterable[Tensor]) -> list[Tensor]:
-    """Every complex tensor as two real ones; gradients flow."""
+    """Returns every complex tensor as two real ones; gradients flow."""
     found: list[Tensor] = []
     for x in tensors:
         x = x.resolve_conj().resolve_neg()

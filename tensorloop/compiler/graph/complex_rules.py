@@ -21,7 +21,7 @@ class Pair(NamedTuple):
 
 
 def _pair(x: Any) -> Pair:
-    """Whatever an operand is, in two parts."""
+    """Returns an operand, real or complex, as a pair of its parts."""
     if isinstance(x, Pair):
         return x
     if isinstance(x, Tensor):
@@ -102,7 +102,7 @@ def _div(a: Any, b: Any) -> Pair:
 
 
 def _abs(x: Pair) -> Tensor:
-    """The gradient at 0 is 0."""
+    """Returns the absolute value, whose gradient at 0 is 0."""
     zero = (x.re == 0) & (x.im == 0)
     return torch.where(zero, 0.0, torch.hypot(torch.where(zero, 1.0, x.re), torch.where(zero, 0.0, x.im)))
 
@@ -114,7 +114,7 @@ def _angle(x: Pair) -> Tensor:
 
 
 def _sgn(x: Pair) -> Pair:
-    """Of 0 it is 0, and so is its gradient."""
+    """Returns x / |x|; at 0 it is 0, and so is its gradient."""
     size = _abs(x)
     zero = size == 0
     size = torch.where(zero, 1.0, size)
@@ -126,7 +126,7 @@ def _polar(size: Tensor, angle: Tensor) -> Pair:
 
 
 def _exp(x: Pair) -> Pair:
-    """Of minus infinity it is 0, whatever the angle."""
+    """Returns exp(x), which is 0 where the real part is -inf, whatever the angle."""
     return _polar(torch.exp(x.re), torch.where(x.re == -math.inf, 0.0, x.im))
 
 
@@ -240,7 +240,7 @@ def _end(inputs: Sequence[Any], comings: Sequence[Any], found: Sequence[Any], *r
 
 
 def _tanh(x: Pair) -> Pair:
-    """By exp(-2 |re|), which is at most 1; where that is infinite the angle is none."""
+    """Computes tanh by exp(-2 |re|), which is at most 1; where `re` is infinite the angle does not matter."""
     x = Pair(x.re, torch.where(torch.isinf(x.re), 0.0, x.im))
     turned = torch.where(x.re < 0, -1.0, 1.0).to(x.re.dtype)
     less = torch.expm1(-2 * x.re * turned)
@@ -266,7 +266,7 @@ def _expm1(x: Pair) -> Pair:
 
 
 def _log1p(x: Pair) -> Pair:
-    """Where the size is far from 1 a plain logarithm, which does not square what may be large."""
+    """Computes log(1 + x); for a large x by a plain logarithm, which does not square it."""
     near = (x.re.abs() < 2) & (x.im.abs() < 2)
     re, im = torch.where(near, x.re, 0.0), torch.where(near, x.im, 0.0)
     small = 0.5 * torch.log1p(re * (2 + re) + im * im)
@@ -309,7 +309,7 @@ MOST_FACTORS = 32
 
 
 def _scaled(found: Pair, sizes: Sequence[int], normalization: int) -> Pair:
-    """By nothing, the root of how many numbers were transformed, or how many they were."""
+    """Scales a transform of n numbers by 1, by 1 / sqrt(n) or by 1 / n."""
     factor = (1.0, math.prod(sizes) ** -0.5, 1 / math.prod(sizes))[normalization]
     return found if normalization == 0 else Pair(found.re * factor, found.im * factor)
 
@@ -439,7 +439,7 @@ _NAMED: dict[str, Callable[..., Any]] = {
 
 @cache
 def rules() -> dict[Any, Callable[..., Any]]:
-    """By overload: all of an operation have one rule."""
+    """Returns the rules by overload; all overloads of an operation have one rule."""
     found: dict[Any, Callable[..., Any]] = {}
     for names, make in ((_EACH, _each), (_TOGETHER, _together), (_NAMED, None)):
         for name in names:

@@ -97,7 +97,7 @@ def _affine(x: Tensor, weight: Tensor | None, bias: Tensor | None) -> Tensor:
 
 
 def _column(channels: Tensor, like: Tensor) -> Tensor:
-    """(C) to go with (N, C, *sizes)."""
+    """Reshapes (C) to go with (N, C, *sizes)."""
     return channels.reshape(-1, *(1 for _ in like.shape[2:]))
 
 

@@ -85,7 +85,7 @@ def _put(
 
 
 def _apart(n: fx.Node) -> fx.Graph | None:
-    """What a node does, as a graph of simpler operations; None where nobody knows."""
+    """Returns a node's operation as a graph of simpler ones; None where none is known."""
     target: Any = n.target
     table = _table()
     examples = [_example(a.meta["val"]) for a in n.all_input_nodes]

@@ -107,7 +107,7 @@ def _mv(a: Tensor, v: Tensor) -> Tensor:
 
 
 def _masked_scatter(x: Tensor, mask: Tensor, source: Tensor) -> Any:
-    """Where the mask holds, one number of the source after the other; too few of them are an index out of range."""
+    """Puts the source's numbers one after the other where the mask holds; too few are an index out of range."""
     if not source.numel():
         return NotImplemented
     x, mask = torch.broadcast_tensors(x, mask)
@@ -289,7 +289,7 @@ def _shifted(operation: Any, x: Tensor, by: Any) -> Any:
 
 
 def _round_to(x: Tensor, *, decimals: int) -> Tensor:
-    """Each operation is rounded, as torch has it but of two-byte floats."""
+    """Rounds to decimals; each operation on the way is rounded, as in torch's own except for two-byte floats."""
     if not x.is_floating_point() or not decimals:
         return torch.round(x)
     scale = 10.0 ** abs(decimals)

@@ -40,7 +40,7 @@ def half(parts: Parts, dim: int) -> Parts:
 
 
 def whole(re: Tensor, im: Tensor, dim: int, size: int) -> Parts:
-    """All of them again; those that are their own mirror images are taken to be real."""
+    """Returns all frequencies from the half of them; those that are their own mirror images are taken to be real."""
     count, more = size // 2 + 1, (size - 1) // 2
     re, im = (_fitted(x, dim, count) for x in (re, im))
     own = torch.zeros_like(im.narrow(dim, 0, 1))
@@ -51,7 +51,7 @@ def whole(re: Tensor, im: Tensor, dim: int, size: int) -> Parts:
 
 
 def _fitted(x: Tensor, dim: int, count: int) -> Tensor:
-    """So many along a dim, zeros where there are fewer."""
+    """Cuts or pads with zeros to so many elements along a dim."""
     lacking = count - x.shape[dim]
     if lacking <= 0:
         return x.narrow(dim, 0, count)
@@ -67,7 +67,7 @@ def _fitted(x: Tensor, dim: int, count: int) -> Tensor:
 
 
 def _along(re: Tensor, im: Tensor | None, way: int) -> Parts | None:
-    """Along the last dim."""
+    """Transforms along the last dim; None where its size has a prime factor above MOST."""
     n = re.shape[-1]
     if n <= MOST:
         each = torch.arange(n)
@@ -97,7 +97,7 @@ def _circle(turns: Tensor, n: int, way: int, dtype: torch.dtype) -> Parts:
 
 
 def _turned(re: Tensor, im: Tensor | None, cos: Tensor, sin: Tensor, product: bool) -> Parts:
-    """Complex numbers times others: a product of matrices, or of elements."""
+    """Multiplies complex numbers by others: a product of matrices, or of elements."""
     times = torch.matmul if product else torch.mul
     if im is None:
         return times(re, cos), times(re, sin)

@@ -40,7 +40,7 @@ def _strided(size: int, kernel: int, stride: int, padding: int, dilation: int, c
 
 
 def _adaptive(size: int, count: int) -> _Line:
-    """As many windows as there are to be outputs."""
+    """Returns as many windows as there are to be outputs."""
     each = torch.arange(count)
     most = max((-(-(i + 1) * size // count) - i * size // count for i in range(count)), default=0)
     return _Line(each * size // count, ((each + 1) * size + count - 1) // count, most)
@@ -120,7 +120,7 @@ def _to_places(rank: int) -> Callable[..., Tensor]:
 
 
 def _counts(x: Tensor, lines: Sequence[_Line], kernel: Any, stride: Any, padding: Any) -> Tensor:
-    """How many places each window has, those in the padding among them."""
+    """Counts the places of each window, those in the padding among them."""
     rank = len(lines)
     count = torch.ones([1] * rank, dtype=torch.int64)
     for i, line in enumerate(lines):
@@ -175,7 +175,7 @@ def _back(grad: Tensor, shape: Sequence[int], rank: int, places: Tensor) -> Tens
 
 
 def _copies(operation: Any, rank: int, shape: Sequence[int], grad: Tensor, *options: Any) -> Tensor:
-    """Of a tensor of this shape, whose elements the operation copies: so it does to their numbers."""
+    """Returns the gradient of an operation that copies elements: run on their numbers, it shows where each one went."""
     run = decompositions([operation]).get(operation) or operation
     numbers = torch.arange(math.prod(shape[-rank:])).reshape([1, 1, *shape[-rank:]])
     return _back(grad.flatten(-rank), shape, rank, run(numbers, *options))

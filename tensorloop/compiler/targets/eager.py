@@ -89,7 +89,7 @@ class EagerCore:
 
 
 def _others(state: Sequence[Tensor], sizes: Sequence[Length | None]) -> list[Tensor | None]:
-    """What of a state is no array."""
+    """Returns the state with None in the place of each array."""
     return [x if size is None else None for x, size in zip(state, sizes, strict=True)]
 
 
@@ -109,7 +109,7 @@ def _in_place(step: Step) -> tuple[Sequence[fx.Node], dict[fx.Node, Any]]:
 
 
 def _changes(step: Step, kinds: Mapping[Any, Any]) -> dict[fx.Node, Any]:
-    """What stands for nodes that change a carried array in these ways, up to the first that makes another one."""
+    """Returns what stands for the nodes that change a carried array in these ways, up to the first of another kind."""
     found = dict[fx.Node, Any]()
     for array, last in zip(step.carry, step.next_carry, strict=True):
         for n in reversed(versions(array, last)[:-1] if grows(array) else []):

@@ -20,7 +20,7 @@ OUT_OF_RANGE = "index out of range in a compiled loop: an index that a step read
 
 
 class NeededTensors:
-    """What a step's tensors have to be, by role, where a call is looked at before its code runs."""
+    """The sizes and dtypes that a step's tensors must have, by role; a call is checked before its code runs."""
 
     def __init__(self, step: Step, roles: Sequence[Sequence[Array]], device: str) -> None:
         self._needed = [[_needed(one) for one in arrays] for arrays in roles]
@@ -28,7 +28,7 @@ class NeededTensors:
         self._device = device
 
     def as_numbers(self, call: CoreCall) -> CoreCall:
-        """A call with what machine code has no numbers of as what that lies in memory as."""
+        """Returns a call whose tensors are all of dtypes that machine code has, such as floats for complex numbers."""
         if not self._foreign:
             return call
         invariants, sequences, outs = (list(map(as_numbers, xs)) for xs in (call.invariants, call.sequences, call.outs))
@@ -49,7 +49,7 @@ class NeededTensors:
 
 
 def as_numbers(x: Tensor) -> Tensor:
-    """A tensor as what it lies in memory as."""
+    """Returns a tensor in a dtype that machine code has, over the same memory."""
     if x.is_complex():
         return torch.view_as_real(x.detach())
     return x if x.dtype in KINDS else x.detach().view(in_memory_as(x.dtype)[0])
@@ -64,7 +64,7 @@ def lay_out(tensor: Tensor, shape: Sequence[int], strides: Sequence[int]) -> Ten
 
 
 def _needed(array: Array) -> tuple[int | None, torch.dtype]:
-    """Elements of one step; None for what is as long as an array in the carry."""
+    """Returns the elements of one step, None for what is as long as an array in the carry, and their dtype."""
     numel = array.buffer.numel
     return None if isinstance(numel, Length) else numel, array.dtype
 

@@ -35,12 +35,12 @@ class Provable(Core, Protocol):
 
     @property
     def trials(self) -> Sequence[Trial]:
-        """Which calls are tried, the longest first."""
+        """Returns which calls are tried, the longest first."""
         ...
 
 
 class Run(NamedTuple):
-    """What a core has given."""
+    """The results of one run of a core."""
 
     last: list[Tensor]
     done: int
@@ -49,7 +49,7 @@ class Run(NamedTuple):
 
 
 class Oracle:
-    """What a step gives, by its eager core, which is right; and how another way of doing it differs from that."""
+    """Runs a step by its eager core, which is right, and says how another way of doing it differs from that."""
 
     def __init__(self, eager: Core, step: Step) -> None:
         self.eager = eager
@@ -117,7 +117,7 @@ class Proved:
 
     @property
     def way(self) -> str:
-        """How the steps run."""
+        """Says how the steps run."""
         return (self._below if self._failed else self._core).way
 
     @property
@@ -174,7 +174,7 @@ class Proved:
         warn_of(self._device, self._core.way, self._below.way, fault)
 
     def _fault(self, call: CoreCall, trial: Trial) -> str:
-        """What the core does otherwise than the eager one, in a few words; empty if nothing."""
+        """Returns in a few words how the core's results differ from the eager ones; empty if they do not."""
         part = self._oracle.copied(call, min(call.steps, trial.steps))
         expected = self._oracle.expected(part)
         try:
@@ -249,7 +249,7 @@ def _of_tensors(x: Tensor, y: Tensor, moved: Tensor | None, close: float) -> str
 
 
 def _as_far(x: Tensor, y: Tensor, moved: Tensor) -> Tensor:
-    """Where x is about as far from y as numbers move, each by its size: a large one says nothing of those beside it."""
+    """Whether x is about as far from y as numbers move, each by its size: a large one says nothing of the others."""
     size = y.abs() + 1
     far = ((moved - y).abs() / size).nan_to_num(0, posinf=0)
     apart = (x - y).abs()

@@ -28,7 +28,7 @@ def nothing_to_do(loop: Loop) -> bool:
 
 
 def without_inference() -> AbstractContextManager[object]:
-    """Under `torch.inference_mode` a compiled loop runs as under `torch.no_grad`, and gives ordinary tensors."""
+    """Runs a block under `torch.no_grad` instead of `torch.inference_mode`, so that tensors are ordinary."""
     if not torch.is_inference_mode_enabled():
         return nullcontext()
     modes = ExitStack()

@@ -16,7 +16,7 @@ from tensorloop.loop.compiled.run.program import Program
 
 
 class Explanation:
-    """What `tl.explain` returns: a report on one loop. `print` shows it.
+    """A report on one loop, as `tl.explain` returns it. `print` shows it.
 
     Args:
         text, compiled: the attributes below; `tl.explain` gives them.
@@ -74,7 +74,7 @@ def explain_refusal(name: str, refusal: Refused) -> Explanation:
 
 
 def _answers(plan: Plan) -> list[str]:
-    """What is said of a step that is chosen by what the body reads in Python."""
+    """Returns the line about a step that is chosen by what the body reads in Python; [] for any other step."""
     if not plan.answers:
         return []
     told = ", ".join(map(str, plan.answers))

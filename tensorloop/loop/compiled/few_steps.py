@@ -32,12 +32,12 @@ _known: dict[Hashable, tuple[int, float]] = {}
 
 
 def is_left(loop: Loop) -> bool:
-    """Whether such loops are left to Python."""
+    """Whether such loops are left to Python, as their calls had too few steps to pay."""
     return not _is_long(loop) and _known.get(_kind(loop), (0, 0.0))[0] >= FIRST
 
 
 def note(loop: Loop, plan: Plan, steps: int) -> None:
-    """A compiled call is over."""
+    """Notes a compiled call that is over."""
     if _is_long(loop):
         return
     operations, kind = len(plan.trace.operations), _kind(loop)
@@ -52,7 +52,7 @@ def note(loop: Loop, plan: Plan, steps: int) -> None:
 
 
 def note_eager(loop: Loop, steps: int) -> None:
-    """A call of an eager loop is over."""
+    """Notes a call of an eager loop that is over."""
     if loop.cond is None and loop.until is None:
         return  # it has as many steps as before
     kind = _kind(loop)
@@ -66,7 +66,7 @@ def _is_long(loop: Loop) -> bool:
 
 
 def _kind(loop: Loop) -> Hashable:
-    """What is known of a loop before anything runs; how many steps it has, if that is known."""
+    """Returns the kind of a loop, as known before anything runs: its functions, carry, length and grad mode."""
     carry = tuple((size_of(x), x.dtype) if isinstance(x, Tensor) else type(x) for x in loop.init)
     functions = tuple(y for x in loop.functions for y in _of_function(x.function))
     return functions, carry, loop.length, torch.is_grad_enabled()

@@ -85,7 +85,7 @@ class LeftToLoop(Refused):
 
 
 class FirstAnswer(NamedTuple):
-    """What a condition said before the first step: who asks it from then on, and the tensor that it gave."""
+    """The condition's answer before the first step: who asks it from then on, and the tensor that it gave."""
 
     asked_by: Literal["the step", "Python", "the eager loop"]
     tensor: Tensor | None = None
@@ -107,7 +107,7 @@ class Ready(NamedTuple):
 
 
 def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop, Any] | Refused | None:
-    """(the loop as it ended, its carry); else the caller runs it as an eager one.
+    """Runs a loop and returns (the loop as it ended, its carry); else the caller runs it as an eager one.
 
     Then what is returned is None, or an error that the look met: the eager loop meets it too, as a rule, and where it
     does not, `tell` is to be called with that.
@@ -139,7 +139,7 @@ def _refuse_unless_apart(loop: Loop, refusal: Refused) -> None:
 
 
 def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Explanation | Refused | None:
-    """What would become of a loop, which does not run; an error of the look, and None where there is no step to do.
+    """Explains what would become of a loop, which does not run; returns an error of the look, None for no steps.
 
     `device` is where it is to run, if not where its tensors are.
     """
@@ -162,7 +162,7 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
 
 
 def check_compile(compile: Any) -> None:
-    """Refuses what says neither yes nor no."""
+    """Refuses a `compile` that is neither a bool nor "strict"."""
     if not (isinstance(compile, bool) or compile == "strict"):
         raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
 
@@ -229,7 +229,7 @@ def _look_and_plan(loop: Loop, elsewhere: Place | None) -> Ready | None:
 
 
 def _run(loop: Loop, ready: Ready, checkpoints: CheckpointsArg) -> tuple[Loop, Any]:
-    """(the loop as it ended, its carry)."""
+    """Runs a loop that has a plan and returns (the loop as it ended, its carry)."""
     seen, plan, condition, whole, steps = ready
     try:
         if plan.answers:
@@ -313,7 +313,7 @@ def _check_rows(seen: Look, plan: Plan) -> None:
 
 
 def _describe_rows(seen: Look) -> str:
-    """What `explain` says of rows that stop."""
+    """Returns the line of `explain` about rows that stop; empty where none do."""
     frame = seen.frame
     if frame.active is not None:
         rows = frame.active.shape[1]

@@ -33,7 +33,7 @@ GAP, LONGEST_GAP = 8, 256  # calls between trials
 
 
 class Pays:
-    """For calls of about as many steps. `team()` before a call, `took` after it; seconds are those of a step."""
+    """Learns whether a team pays for calls of similar length: `team()` before one, then `took` with its time a step."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
@@ -58,7 +58,7 @@ class Pays:
             return True
 
     def took(self, team: bool, seconds: float) -> None:
-        """A call of the team, or of one thread, is over."""
+        """Notes that a call of the team, or of one thread, is over."""
         with self._lock:
             if self._calls <= 2:  # where several Python threads call at once, it may be a later call: no matter
                 return
@@ -73,7 +73,7 @@ class Pays:
                 self._alone(GAP)
 
     def _tried(self, seconds: float) -> None:
-        """The team's call was a trial; the last one decides."""
+        """Notes a call of the team that was a trial; the last one decides."""
         assert self._on_trial is not None
         self._on_trial.append(seconds)
         if len(self._on_trial) < TRIED:
@@ -89,7 +89,7 @@ class Pays:
 
 
 class Clock:
-    """A plan's runs, by what they are and about how many steps they have."""
+    """Times a plan's runs, by what they are and about how many steps they have."""
 
     def __init__(self, work: int, place: Place) -> None:
         self._found: dict[Hashable, Pays] = {}
@@ -99,7 +99,7 @@ class Clock:
         self._alone = False  # whether the last run was one thread's
 
     def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
-        """What `call` gives, by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
+        """Runs `call` by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
         if not self._timed or torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
             return call()
         pays = self._found.get(kind) or self._found.setdefault(kind, Pays())
@@ -126,11 +126,11 @@ _clocks: "WeakValueDictionary[Hashable, Clock]" = WeakValueDictionary()  # by wh
 
 
 def remember(root: Hashable, clock: Clock) -> None:
-    """Loops with this root run by this clock."""
+    """Remembers that loops with this root run by this clock."""
     _clocks[root] = clock
 
 
 def as_before(root: Hashable, steps: int | None) -> AbstractContextManager[object]:
-    """For a look at the first of so many steps of a loop, whose numbers nobody sees."""
+    """Returns a block for a look at the first of so many steps of a loop: on one thread if its runs were."""
     clock = None if torch.get_num_threads() == 1 else _clocks.get(root)
     return clock.alone() if clock is not None and clock.looks_alone(steps) else nullcontext()

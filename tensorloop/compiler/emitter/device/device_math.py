@@ -35,11 +35,11 @@ class DeviceMath(Math):
         return code.op(f"phi {r.type} {ends[0]}", r.kind), code.op(f"phi i64 {ends[1]}", "i64")
 
     def beyond(self, name: str, x: Value, made: Value) -> Value:
-        """What was made: it is right there too."""
+        """Returns what was made: here it is right beyond FAR, too."""
         return made
 
     def fmod(self, x: Value, y: Value) -> Value:
-        """Exact, as C's: the divisor times falling powers of 2 taken away, bit after bit of the quotient."""
+        """Computes C's fmod exactly: takes away the divisor times falling powers of 2, a bit of the quotient each."""
         if x.kind != "double":  # what is left has no more digits than a float
             return self.cast(self.fmod(self.cast(x, "double"), self.cast(y, "double")), x.kind)
         code, a, b = self.code, self.abs(x), self.abs(y)
@@ -63,7 +63,7 @@ class DeviceMath(Math):
         return self.where(none, self.like(x, float("nan")), made)
 
     def _exponent(self, a: Value) -> Value:
-        """Of a double that is not negative, biased; as if those below the normal ones went on."""
+        """Returns the biased exponent of a double that is not negative; it goes on falling below the normal numbers."""
         low = self.compare("lt", a, self.like(a, 2.2250738585072014e-308))
         bits = self._bits(self.where(low, self.mul(a, self.like(a, 2.0**54)), a))
         found = self.bit("lshr", bits, self.like(bits, 52))

@@ -22,29 +22,29 @@ MOST_ARGUMENTS = 500  # a kernel's have 4 KiB of room on every device
 
 
 class Device(Protocol):
-    """What device text asks of a device.
+    """A device that text is written for: its lanes, groups and memory, and how barriers and shuffles are written.
 
     lane, group, scratch are names in its text: an i64, an i64, and the address of the group's scratch memory.
     """
 
     @property
     def lanes_a_group(self) -> int:
-        """How many; 0 where they are chosen for the step."""
+        """Returns how many lanes a group has; 0 where that is chosen for the step."""
         ...
 
     @property
     def groups(self) -> int:
-        """How many rows are shared out among at most."""
+        """Returns the most groups that rows are shared out among."""
         ...
 
     @property
     def local(self) -> int:
-        """Bytes of fast memory that a group may have for itself."""
+        """Returns the bytes of fast memory that a group may have for itself."""
         ...
 
     @property
     def machine(self) -> Machine:
-        """What LLVM is told, for values that are one element wide."""
+        """Returns the machine that LLVM compiles for; values are one element wide."""
         ...
 
     def begin(self, code: Code, lanes: int, groups: int, scratch: int, local: bool) -> None:
@@ -52,7 +52,7 @@ class Device(Protocol):
         ...
 
     def wait(self, code: Code) -> None:
-        """All lanes of the group come here before one goes on; what they wrote is seen by all."""
+        """Makes all lanes of the group wait until each is here; what they wrote is then seen by all."""
         ...
 
     def shuffle(self, code: Code, value: Value, distance: int) -> Value:
@@ -60,11 +60,11 @@ class Device(Protocol):
         ...
 
     def own_scratch(self, lanes: int) -> int:
-        """Bytes of scratch that the device's own text needs."""
+        """Returns the bytes of scratch memory that the device's own text needs."""
         ...
 
     def module(self, code: Code, arguments: Sequence[str], numbers: Sequence[str], lanes: int, local: bool) -> str:
-        """The module around a kernel's lines, which is given addresses and numbers."""
+        """Returns the module around a kernel's lines, which is given addresses and numbers."""
         ...
 
 
@@ -72,7 +72,7 @@ class OneWide(Machine):
     """A machine whose text has no vectors: its lanes are those of a group."""
 
     def lanes(self, dtypes: set[torch.dtype]) -> int:
-        """One, whatever they are."""
+        """Returns 1: a value is one element wide, whatever its dtype."""
         return 1
 
 
@@ -96,7 +96,7 @@ class Nvptx:
 
     @property
     def machine(self) -> Machine:
-        """What LLVM is told."""
+        """Returns the machine that LLVM compiles for."""
         features = "" if self.version is None else f"+ptx{self.version.replace('.', '')}"
         return OneWide("nvptx64-nvidia-cuda", self.arch, features, 32, 32)
 
@@ -113,12 +113,12 @@ class Nvptx:
             code.line("%scratch = getelementptr i8, ptr %scratch.all, i64 %scratch.at")
 
     def wait(self, code: Code) -> None:
-        """A barrier of the block."""
+        """Writes a barrier of the block."""
         code.declare("llvm.nvvm.barrier.cta.sync.aligned.all", "void", ["i32"])
         code.line("call void @llvm.nvvm.barrier.cta.sync.aligned.all(i32 0)")
 
     def shuffle(self, code: Code, value: Value, distance: int) -> Value:
-        """By the warp's own instruction, which takes four bytes."""
+        """Shuffles by the warp's own instruction, which takes four bytes."""
         code.declare("llvm.nvvm.shfl.sync.bfly.i32", "i32", ["i32", "i32", "i32", "i32"])
         bits = {"float": 32, "double": 64, "half": 16, "bfloat": 16, "u8": 8}.get(value.kind) or int(value.kind[1:])
         text = value.text
@@ -142,11 +142,11 @@ class Nvptx:
         return Value(whole, value.kind)
 
     def own_scratch(self, lanes: int) -> int:
-        """None: values go from register to register."""
+        """Returns 0: values go from register to register."""
         return 0
 
     def module(self, code: Code, arguments: Sequence[str], numbers: Sequence[str], lanes: int, local: bool) -> str:
-        """One kernel; its shared memory has the size that the launch says."""
+        """Returns a module of one kernel, whose shared memory has the size that the launch says."""
         for name in code.declared:
             if name.startswith("llvm.") and name.split(".")[1] not in {*_KNOWN, "nvvm"}:
                 raise Unsupported(f"{name}, which no device has")
@@ -181,7 +181,7 @@ class Coroutines:
 
     @property
     def machine(self) -> Machine:
-        """What LLVM is told."""
+        """Returns the machine that LLVM compiles for."""
         return OneWide(self.here.triple, self.here.cpu, self.here.features, 32, 32)
 
     def begin(self, code: Code, lanes: int, groups: int, scratch: int, local: bool) -> None:
@@ -200,7 +200,7 @@ class Coroutines:
         code.label(after)
 
     def shuffle(self, code: Code, value: Value, distance: int) -> Value:
-        """Through memory that no other text uses: all lanes write, and when they have, read."""
+        """Shuffles through memory that no other text uses: all lanes write, and when they have, read."""
         if value.kind == "i1":  # memory has bytes
             return code.convert("trunc", self.shuffle(code, code.convert("zext", value, "i8"), distance), "i1")
         own = code.pointer("%slots", code.times("%lane", 8))
@@ -212,11 +212,11 @@ class Coroutines:
         return made
 
     def own_scratch(self, lanes: int) -> int:
-        """Eight bytes a lane, for what is shuffled."""
+        """Returns eight bytes for each lane, through which values are shuffled."""
         return 8 * lanes
 
     def module(self, code: Code, arguments: Sequence[str], numbers: Sequence[str], lanes: int, local: bool) -> str:
-        """A coroutine, and what resumes and ends one."""
+        """Returns a module with a coroutine, and what resumes and ends one."""
         given = [*_typed(arguments, numbers), "ptr %scratch", "i64 %lane", "i64 %group"]
         return "\n".join([
             f'target triple = "{self.machine.triple}"',

@@ -36,7 +36,7 @@ class KernelPlan:
         self._plan()
 
     def _make(self, step: LoweredStep) -> None:
-        """Units, lanes and places."""
+        """Makes the units, shares them out among lanes, and places their buffers."""
         self.step = step
         self.units, self.stored = put_together(step)
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
@@ -61,7 +61,7 @@ class KernelPlan:
         self.grown = find_grown(self.units, self.stored)
 
     def _rows(self) -> GroupRows | None:
-        """What each group has of the rows; None where one group has all."""
+        """Returns how the groups share the rows; None where one group has all."""
         if self.split is None:
             return None
         check_rows(self.units, self.split.dims, self.split.count)
@@ -70,7 +70,7 @@ class KernelPlan:
         return GroupRows(self.split.count, share, groups) if groups > 1 else None
 
     def _lanes(self) -> int:
-        """As the device says, or enough for the unit with most elements."""
+        """Returns the lanes of a group: as the device says, or enough for the unit with most elements."""
         lanes = self.device.lanes_a_group
         if not lanes:
             most = 1
@@ -107,7 +107,7 @@ class KernelPlan:
         self.units = [reading_near(unit, self.near) for unit in self.units]
 
     def _place(self) -> tuple[dict[Region, int], int]:
-        """Offsets of scratch buffers; those of carries come first, then matrices that stay."""
+        """Returns the offsets of scratch buffers, and their end: carries come first, then matrices that stay."""
 
         def moved(unit: Unit) -> list[Region]:
             return [unit.work] if isinstance(unit, Matrix) and unit.work is not None else []
@@ -122,7 +122,7 @@ class KernelPlan:
         return fixed | places, max(LINE, total)
 
     def _plan(self) -> None:
-        """Where lanes wait."""
+        """Decides where lanes wait."""
         step, first, last = self.step, list[LaneTouch](), list[LaneTouch]()
         touches = LaneTouches(self.lanes, self.rows, self.stored)
         for n, array in enumerate(step.carry):
@@ -137,12 +137,12 @@ class KernelPlan:
         self.waits = WaitPlanner(step, ranges).plan(parts, first, last)
 
     def whole(self, array: Array) -> LaneShare:
-        """How lanes share a carry that is copied."""
+        """Returns how lanes share a carry that is copied."""
         group = copying(array)
         return share_lanes(group, 0 if self.has_rows(array.buffer) else None, self.rows, self.lanes)
 
     def loading(self, one: NearMatrix) -> LaneShare:
-        """How lanes share a matrix that is copied into fast memory."""
+        """Returns how lanes share a matrix that is copied into fast memory."""
         return share_lanes(one.load, one.row, self.rows, self.lanes)
 
     def is_apart(self, n: int) -> bool:
@@ -157,7 +157,7 @@ def _refuse(step: LoweredStep) -> None:
 
 
 def _elements_of(unit: Unit) -> int:
-    """How many a unit makes; along an array there are enough for all lanes."""
+    """Returns how many elements a unit makes; along an array there are enough for all lanes."""
     if isinstance(unit, Scatter):
         return unit.source.numel
     size = math.prod(unit.space) if isinstance(unit, WalkGroup | Matrix) else unit.writes()[0].numel

@@ -21,7 +21,7 @@ class LaneProduct:
         self.depth = kernel.a.shape[-1]
 
     def emit(self) -> None:
-        """All of it."""
+        """Writes the whole product."""
         code, share, rows = self.code, self.share, self.rows
         bounds: tuple[Index, Index] | None = None
         if share.rows and rows is not None:
@@ -32,7 +32,7 @@ class LaneProduct:
         Elements(code, share.sizes, bounds, share.count).each(self.lanes_a_group, self._block)
 
     def _block(self, places: list[Index]) -> None:
-        """Some rows of one column."""
+        """Writes some rows of one column."""
         code, kernel, memory, tall = self.code, self.kernel, self.memory, self.share.tall
         index: list[Index] = [0] * len(kernel.out.shape)
         for d, place in zip(self.share.order, places, strict=True):

@@ -26,7 +26,7 @@ class LaneWalk(WalkBody):
         self.elements = Elements(memory.code, sizes, bounds, share.count)
 
     def emit(self, device: Device) -> None:
-        """All of it."""
+        """Writes the whole group of walks."""
         if self.share.team > 1:
             self._shared(device)
             return
@@ -39,7 +39,7 @@ class LaneWalk(WalkBody):
         return index
 
     def _at(self, places: list[Index]) -> None:
-        """One element, by one lane."""
+        """Writes one element, which one lane computes."""
         index = self._index(places)
         if self.over:
             self.finish(self._along(self.reduced, index, self.begin()), index, None, None)
@@ -47,7 +47,7 @@ class LaneWalk(WalkBody):
             self.body(index, None)
 
     def _along(self, dims: list[int], index: list[Index], held: list[Value]) -> list[Value]:
-        """The accumulators after some dims."""
+        """Returns the accumulators after loops over these dims."""
         if not dims:
             return self.step(index, held, None, None)
         with self.code.loop(0, self.space[dims[0]], 1, held) as loop:
@@ -56,7 +56,7 @@ class LaneWalk(WalkBody):
         return loop.results
 
     def _shared(self, device: Device) -> None:
-        """Each element by a team of lanes: each takes every so many-th of what is reduced, then they meet."""
+        """Writes elements that a team of lanes reduces together: each takes its part, then they add those up."""
         code, team, elements = self.code, self.share.team, self.elements
         if not elements.most:
             return
@@ -85,7 +85,7 @@ class LaneWalk(WalkBody):
                 self.finish(held, index, None, None)
 
     def _meet(self, device: Device, held: list[Value]) -> list[Value]:
-        """What a team has added up, in its first lane: halves onto each other."""
+        """Adds up what a team's lanes hold, into its first lane, halves onto each other."""
         distance = self.share.team // 2
         while distance:
             others = [device.shuffle(self.code, value, distance) for value in held]

@@ -28,7 +28,7 @@ class GroupRows:
 
     @property
     def even(self) -> bool:
-        """Whether each group has as many."""
+        """Whether each group has as many rows."""
         return self.share * self.groups == self.count
 
 
@@ -55,7 +55,7 @@ class LaneShare:
 
 
 def share_lanes(unit: Unit, row: int | None, rows: GroupRows | None, lanes: int) -> LaneShare:
-    """How lanes share a unit whose rows are along the dim `row`."""
+    """Returns how lanes share a unit whose rows are along the dim `row`."""
     if isinstance(unit, WalkGroup):
         return _walk(unit, row, rows, lanes)
     if isinstance(unit, Matmul):
@@ -110,7 +110,7 @@ def _walk(unit: WalkGroup, row: int | None, rows: GroupRows | None, lanes: int) 
 
 
 def _below(n: int) -> int:
-    """The largest power of two that is not larger."""
+    """Returns the largest power of two that is not larger than n."""
     return 1 << (max(1, n).bit_length() - 1)
 
 
@@ -190,7 +190,7 @@ class Elements:
         return index, None if self.high is None else code.op(f"icmp slt i64 {place}, {self.high}", "i1")
 
     def each(self, lanes: int, body: Callable[[list[Index]], object]) -> None:
-        """The body at each element of this lane: its number among `lanes`, and every so many-th one after that."""
+        """Runs the body at each element of this lane: its number among `lanes`, and every so many-th one after that."""
         code = self.code
         if not self.most:
             return

@@ -64,7 +64,7 @@ class NearMatrix(NamedTuple):
 
 
 def near_matrices(units: Sequence[Unit], dims: Sequence[int | None]) -> dict[Array, NearMatrix]:
-    """What no step writes and each one reads: operands of products and of walks, each with its copy.
+    """Returns the operands of products and walks that each step reads and none writes, each with its copy.
 
     What is chosen by an index is not among them: of a table a step may need one row. `dims` are those of rows: of what
     has rows, a group has its own alone, if all units read it so.

@@ -127,7 +127,7 @@ class LaneTouches:
     stored: set[Region]
 
     def of(self, unit: Unit, dim: int | None, share: LaneShare) -> list[Touch]:
-        """What a unit touches, whose rows are along `dim`."""
+        """Returns the memory that a unit touches, whose rows are along `dim`."""
         written = {array.buffer for array in unit.writes()}
         found: list[Touch] = []
         for part in self._parts(unit, dim, share):
@@ -153,7 +153,7 @@ class LaneTouches:
         )
 
     def _parts(self, unit: Unit, dim: int | None, share: LaneShare) -> Iterator[TouchedPart]:
-        """Every array of a unit that lanes have memory of."""
+        """Yields every array of a unit that lanes have memory of."""
         if share.by == "first":
             lane = torch.zeros((), dtype=torch.int64, device=HOST)
             every = (*unit.reads(), *unit.writes())
@@ -236,13 +236,13 @@ class LaneTouches:
 
 
 def _inverse(order: Sequence[int], rank: int) -> list[int]:
-    """Where each of `rank` dims lies if those of the order come first."""
+    """Returns where each of `rank` dims lies if those of the order come first."""
     every = [*order, *(d for d in range(rank) if d not in order)]
     return [every.index(d) for d in range(rank)]
 
 
 def _few(size: Size) -> int:
-    """A size, or that of two slots: lanes that are others in some slot are others in the second one."""
+    """Returns a size, or that of two slots: lanes that differ in some slot differ in the second one."""
     return 2 * abs(size.scale) if isinstance(size, Length) else size
 
 
@@ -271,7 +271,7 @@ def _marks(part: TouchedPart, places: Tensor, count: int) -> Tensor:
 
 
 def _slots(part: TouchedPart, share: LaneShare, writes: bool) -> SlotTouch:
-    """What a part touches of memory as long as an array."""
+    """Returns the slots that a part touches of memory as long as an array."""
     array = part.array
     assert isinstance(array.buffer.numel, Length)
     slot, start = array.buffer.numel.scale, array.offset

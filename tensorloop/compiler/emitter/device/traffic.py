@@ -35,7 +35,7 @@ def _read(unit: Unit) -> set[Array]:
 
 
 def _bytes(plan: KernelPlan, n: int, unit: Unit, one: Array) -> int:
-    """Of an array that a unit touches; 0 where that is in registers or in fast memory."""
+    """Counts the bytes of an array that a unit touches; 0 where it is in registers or in fast memory."""
     kind, index = one.buffer.kind, one.buffer.index
     if kind in ("value", "near") or has_length((one.buffer.numel, one.shape)):
         return 0

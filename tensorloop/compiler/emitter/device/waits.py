@@ -27,7 +27,7 @@ class Waits(NamedTuple):
 
     @property
     def a_step(self) -> int:
-        """How often they do in a step."""
+        """Returns how often lanes wait in a step."""
         return sum(self.before) + self.asking
 
 
@@ -40,7 +40,7 @@ class WaitPlanner:
         self.known: dict[tuple[bool, int, int], bool] = {}  # two touches, by whether they are of the same memory
 
     def plan(self, parts: Sequence[Sequence[Touch]], first: Sequence[Touch], last: Sequence[Touch]) -> Waits:
-        """`first` is touched before the first step, `last` when all are done."""
+        """Plans where lanes wait; `first` is touched before the first step, `last` when all are done."""
         going = self.step.going
         asks = [] if going is None or going.buffer.kind == "value" else [LaneTouch(going.buffer, False, None)]
         stations = [*parts, asks, last]
@@ -62,7 +62,7 @@ class WaitPlanner:
         return Waits(before, asking, leaving, starting)
 
     def _go(self, stations: Sequence[Sequence[Touch]], first: Sequence[Touch], waits: list[bool]) -> list[bool]:
-        """Some steps with these waits, to which those are added that lack; the last station is not met in each step."""
+        """Goes through some steps and adds the waits that lack; the last station is not met in each step."""
         self.touched = [(self._key(one.buffer, -1), -1, one) for one in first]
         for turn in range(STEPS):
             for n, touched in enumerate(stations[:-1]):
@@ -83,7 +83,7 @@ class WaitPlanner:
         return any(self._clash((self._key(a.buffer, turn), turn, a), b) for a in touched for b in self.touched)
 
     def _key(self, buffer: Region, turn: int) -> object:
-        """Which memory a buffer is at a step."""
+        """Returns a key for the memory that a buffer is at a step."""
         kind, n = buffer.kind, buffer.index
         if kind == "carry":
             after = self.step.next[n].buffer

@@ -18,52 +18,52 @@ class Arithmetic:
         return self.code.constant(a.kind, number, a.width)
 
     def add(self, a: Value, b: Value) -> Value:
-        """a + b; of bools `or`."""
+        """Returns a + b; of bools a or b."""
         return self.code.binary("or" if a.kind == "i1" else "fadd" if a.floating else "add", a, b)
 
     def sub(self, a: Value, b: Value) -> Value:
-        """a - b."""
+        """Returns a - b."""
         return self.code.binary("fsub" if a.floating else "sub", a, b)
 
     def mul(self, a: Value, b: Value) -> Value:
-        """a b; of bools `and`."""
+        """Returns a b; of bools a and b."""
         return self.code.binary("and" if a.kind == "i1" else "fmul" if a.floating else "mul", a, b)
 
     def div(self, a: Value, b: Value) -> Value:
-        """a / b of floats."""
+        """Returns a / b of floats."""
         return self.code.binary("fdiv", a, b)
 
     def fma(self, a: Value, b: Value, c: Value) -> Value:
-        """a b + c, rounded once."""
+        """Returns a b + c, rounded once."""
         return self.code.call("llvm.fma", a, b, c)
 
     def neg(self, a: Value) -> Value:
-        """-a."""
+        """Returns -a."""
         if a.floating:
             return self.code.op(f"fneg {a.type} {a.text}", a.kind, a.width)
         return self.sub(self.like(a, 0), a)
 
     def bit(self, name: str, a: Value, b: Value) -> Value:
-        """and, or, xor, shl, lshr, ashr."""
+        """Writes a bitwise operation: and, or, xor, shl, lshr, ashr."""
         return self.code.binary(name, a, b)
 
     def invert(self, a: Value) -> Value:
-        """Every bit the other way."""
+        """Turns every bit the other way."""
         return self.code.binary("xor", a, self.like(a, 1 if a.kind == "i1" else -1))
 
     def compare(self, how: str, a: Value, b: Value) -> Value:
-        """eq, ne, lt, le, gt, ge; with NaN only ne holds."""
+        """Compares by eq, ne, lt, le, gt or ge; with NaN only ne holds."""
         if a.floating:
             return self.code.compare("une" if how == "ne" else f"o{how}", a, b)
         signed = a.kind not in ("u8", "i1")
         return self.code.compare(how if how in ("eq", "ne") else ("s" if signed else "u") + how, a, b)
 
     def isnan(self, a: Value) -> Value:
-        """Whether a is none."""
+        """Whether a is NaN."""
         return self.code.compare("uno", a, a) if a.floating else self.code.constant("i1", 0, a.width)
 
     def where(self, condition: Value, a: Value, b: Value) -> Value:
-        """a where it holds, else b."""
+        """Returns a where the condition holds, else b."""
         return self.code.select(condition, a, b)
 
     def maximum(self, a: Value, b: Value) -> Value:
@@ -77,17 +77,17 @@ class Arithmetic:
         return self.where(self.isnan(a), a, smaller) if a.floating else smaller
 
     def at_most(self, a: Value, number: float) -> Value:
-        """min(a, number), NaN kept."""
+        """Returns min(a, number), NaN kept."""
         limit = self.like(a, number)
         return self.where(self.compare("gt", a, limit), limit, a)
 
     def at_least(self, a: Value, number: float) -> Value:
-        """max(a, number), NaN kept."""
+        """Returns max(a, number), NaN kept."""
         limit = self.like(a, number)
         return self.where(self.compare("lt", a, limit), limit, a)
 
     def cast(self, a: Value, kind: str) -> Value:
-        """a in another kind, as torch's `to`; NaN and what does not fit may become any integer."""
+        """Returns a in another kind, as torch's `to`; NaN and what does not fit may become any integer."""
         code = self.code
         if a.kind == kind:
             return a
@@ -123,7 +123,7 @@ class Arithmetic:
         return self.code.convert("bitcast", self.bit("shl", shifted, self.like(shifted, 16)), "float")
 
     def _to_bfloat(self, a: Value) -> Value:
-        """Rounded to even in the upper half; NaN stays NaN."""
+        """Rounds a float to even in its upper half; NaN stays NaN."""
         bits = self.code.convert("bitcast", a, "i32")
         odd = self.bit("and", self.bit("lshr", bits, self.like(bits, 16)), self.like(bits, 1))
         rounded = self.add(self.add(bits, odd), self.like(bits, 0x7FFF))
@@ -136,7 +136,7 @@ class Arithmetic:
         return self.code.convert("fptosi", limited, "i64")
 
     def poly(self, x: Value, coefficients: Sequence[float]) -> Value:
-        """The highest power's coefficient first."""
+        """Returns a polynomial of x, the highest power's coefficient first."""
         total = self.like(x, coefficients[0])
         for number in coefficients[1:]:
             total = self.fma(total, x, self.like(x, number))
@@ -151,13 +151,13 @@ class Arithmetic:
         return self.code.convert("bitcast", bits, "float" if bits.kind == "i32" else "double")
 
     def abs(self, a: Value) -> Value:
-        """|a|."""
+        """Returns |a|."""
         if a.floating:
             return self.code.call("llvm.fabs", a)
         return a if a.kind in ("u8", "i1") else self.where(self.compare("lt", a, self.like(a, 0)), self.neg(a), a)
 
     def copysign(self, a: Value, sign: Value) -> Value:
-        """|a| with the sign of another."""
+        """Returns |a| with the sign of another."""
         return self.code.call("llvm.copysign", a, sign)
 
     def next_after(self, a: Value, b: Value) -> Value:
@@ -171,7 +171,7 @@ class Arithmetic:
         return self.where(self.compare("eq", a, b), b, self.where(none, self.add(a, b), made))
 
     def sign(self, a: Value) -> Value:
-        """-1, 0 or 1, and 0 for NaN."""
+        """Returns -1, 0 or 1, and 0 for NaN."""
         zero = self.like(a, 0)
         up = self.cast(self.compare("gt", a, zero), a.kind)
         return up if a.kind in ("u8", "i1") else self.sub(up, self.cast(self.compare("lt", a, zero), a.kind))
@@ -181,14 +181,14 @@ class Arithmetic:
         return self.code.call("llvm.sqrt", a)
 
     def fmod(self, x: Value, y: Value) -> Value:
-        """C's, which is exact: a call for each element."""
+        """Returns the remainder as C's fmod does, which is exact: a call for each element."""
         return self.code.binary("frem", x, y)
 
     def rounded(self, name: str, a: Value) -> Value:
-        """floor, ceil, trunc, or roundeven as `nearbyint`."""
+        """Rounds to a whole number: floor, ceil, trunc, or roundeven as `nearbyint`."""
         return self.code.call(f"llvm.{name}", a) if a.floating else a
 
     def _power(self, n: Value) -> Value:
-        """2 to an integer in the range of normal numbers."""
+        """Returns 2 to an integer in the range of normal numbers."""
         bias, shift = (127, 23) if n.kind == "i32" else (1023, 52)
         return self._float(self.bit("shl", self.add(n, self.like(n, bias)), self.like(n, shift)))

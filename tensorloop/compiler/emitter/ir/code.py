@@ -33,7 +33,7 @@ FLOATS = ("float", "double", "half", "bfloat")
 
 
 class Value(NamedTuple):
-    """What an instruction gave, or a constant: its text, its kind, how many lanes."""
+    """The result of an instruction, or a constant: its text, its kind, how many lanes."""
 
     text: str
     kind: str
@@ -41,7 +41,7 @@ class Value(NamedTuple):
 
     @property
     def type(self) -> str:
-        """As LLVM writes it."""
+        """Returns the type as LLVM writes it."""
         return llvm_type(self.kind, self.width)
 
     @property
@@ -102,7 +102,7 @@ class OpenLoop:
         self.index, self.values, self.results = index, values, values
 
     def carry(self, values: "Sequence[Value]") -> None:
-        """What the next turn begins with."""
+        """Sets the values that the next turn begins with."""
         self.results = list(values)
 
 
@@ -117,7 +117,7 @@ class Code:
         self._names = 0
 
     def name(self, prefix: str = "v") -> str:
-        """One that nothing has yet."""
+        """Returns a name that nothing has yet."""
         self._names += 1
         return f"%{prefix}{self._names}"
 
@@ -133,11 +133,11 @@ class Code:
         return made
 
     def line(self, text: str) -> None:
-        """An instruction without a result."""
+        """Writes an instruction without a result."""
         self.lines.append(f"  {text}")
 
     def op(self, text: str, kind: str, width: int = 1) -> Value:
-        """An instruction with one."""
+        """Writes an instruction and returns its result."""
         name = self.name()
         self.lines.append(f"  {name} = {text}")
         return Value(name, kind, width)
@@ -148,7 +148,7 @@ class Code:
         self.block = name
 
     def constant(self, kind: str, value: float | Length, width: int = 1) -> Value:
-        """One number in every lane, or a length at this step."""
+        """Returns one number in every lane, or a length at this step."""
         if isinstance(value, Length):
             length = Value(str(self.sized(value)), "i64")
             how = "sitofp" if kind in FLOATS else "trunc"
@@ -176,7 +176,7 @@ class Code:
         )
 
     def extract(self, value: Value, lane: int) -> Value:
-        """One lane."""
+        """Returns one lane of a vector."""
         return self.op(f"extractelement {value.type} {value.text}, i64 {lane}", value.kind)
 
     def binary(self, name: str, a: Value, b: Value) -> Value:
@@ -189,11 +189,11 @@ class Code:
         return self.op(f"{name} {a.type} {a.text}, {b.text}", a.kind, a.width)
 
     def compare(self, how: str, a: Value, b: Value) -> Value:
-        """`fcmp` or `icmp` by what they are: (lanes of) i1."""
+        """Compares by `fcmp` or `icmp`, as the operands are: (lanes of) i1."""
         return self.op(f"{'fcmp' if a.floating else 'icmp'} {how} {a.type} {a.text}, {b.text}", "i1", a.width)
 
     def select(self, condition: Value, a: Value, b: Value) -> Value:
-        """a where the condition holds, else b."""
+        """Returns a where the condition holds, else b."""
         return self.op(
             f"select {condition.type} {condition.text}, {a.type} {a.text}, {b.type} {b.text}", a.kind, a.width
         )
@@ -247,7 +247,7 @@ class Code:
         return name if not index.shift else self.op(f"add i64 {name}, {index.shift}", "i64").text
 
     def pointer(self, base: str, offset: Index) -> str:
-        """`offset` bytes further."""
+        """Returns the address `offset` bytes behind a base."""
         offset = self.sized(offset)
         return base if offset == 0 else self.op(f"getelementptr i8, ptr {base}, i64 {offset}", "ptr").text
 

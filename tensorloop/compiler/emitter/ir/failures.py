@@ -33,7 +33,7 @@ def goes_on(code: Code, failed: str) -> Value:
 
 
 class Failure(NamedTuple):
-    """What a word says: at which step, in which check, of which matrix, and its info."""
+    """The failure that a word tells of: at which step, in which check, of which matrix, and its info."""
 
     step: int
     check: int

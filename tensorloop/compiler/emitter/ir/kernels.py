@@ -177,7 +177,7 @@ class CallOut:
 
 
 class Check(NamedTuple):
-    """That no matrix of an operation is singular: how torch names it, and its number among the step's checks."""
+    """A check that no matrix of an operation is singular: how torch names it, its number among the step's checks."""
 
     name: str
     shape: tuple[int, ...]  # of the batch
@@ -216,7 +216,7 @@ _IDENTITY = {"sum": 0, "prod": 1, "any": 0, "all": 1}
 
 
 def identity(how: str, dtype: torch.dtype) -> float:
-    """What elements are taken together with at the beginning."""
+    """Returns the number that a reduction begins with, such as 0 for a sum or -inf for the largest."""
     if how in _IDENTITY:
         return _IDENTITY[how]
     if how.startswith("arg"):

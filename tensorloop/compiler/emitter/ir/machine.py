@@ -9,7 +9,7 @@ BARRIER = 100_000  # operations between two barriers that a thread should have, 
 
 @dataclasses.dataclass(frozen=True)
 class Machine:
-    """`bits` of a vector register, how many of them there are."""
+    """A processor as LLVM is told of it: `bits` of a vector register, how many of them there are."""
 
     triple: str
     cpu: str

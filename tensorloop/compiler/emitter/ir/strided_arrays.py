@@ -55,12 +55,12 @@ class Array:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The buffer's."""
+        """Returns the buffer's dtype."""
         return self.buffer.dtype
 
     @property
     def numel(self) -> Size:
-        """How many elements."""
+        """Returns how many elements the array has."""
         return math.prod(self.shape)
 
     @property
@@ -69,7 +69,7 @@ class Array:
         return self.offset == 0 and self.numel == self.buffer.numel and self.strides == dense(self.shape, self.strides)
 
     def expand(self, shape: Sequence[Size]) -> "Array":
-        """Broadcast: dims of stride 0."""
+        """Returns the array broadcast to a shape: new dims have stride 0."""
         missing = len(shape) - len(self.shape)
         strides = (0,) * missing + tuple(
             0 if here == 1 and size != 1 else stride
@@ -78,12 +78,12 @@ class Array:
         return Array(self.buffer, tuple(shape), strides, self.offset)
 
     def squeeze(self) -> "Array":
-        """Without dims of one element; a stride of no use is 0 in none that is left."""
+        """Returns the array without dims of one element."""
         kept = [n for n, size in enumerate(self.shape) if size != 1]
         return Array(self.buffer, tuple(self.shape[n] for n in kept), tuple(self.strides[n] for n in kept), self.offset)
 
     def view(self, function: Callable[..., Any], *args: Any, **kwargs: Any) -> "Array | tuple[Array, ...]":
-        """What a view of torch makes of it; RuntimeError where the strides do not allow it."""
+        """Returns the arrays that a view of torch makes of this one; RuntimeError where its strides do not allow it."""
 
         asked = self.shape, self.strides, args, kwargs
 
@@ -101,7 +101,7 @@ class Array:
         return Array(self.buffer, shape, strides, self.offset + start)
 
     def flip(self, dims: Sequence[int]) -> "Array":
-        """Read from the other end."""
+        """Returns the array read from the other end along these dims."""
         offset, strides = self.offset, list(self.strides)
         for dim in dims:
             offset += strides[dim] * max(0, self.shape[dim] - 1)
@@ -123,7 +123,7 @@ def dense(shape: Sequence[Size], strides: Sequence[Size] | None = None) -> tuple
 
 
 def contiguous(buffer: Region, shape: Sequence[Size]) -> Array:
-    """All of a buffer, in order."""
+    """Returns all of a buffer, in order, as an array of this shape."""
     return Array(buffer, tuple(shape), dense(shape))
 
 

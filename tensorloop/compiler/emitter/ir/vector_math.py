@@ -133,7 +133,7 @@ class Math(Arithmetic):
         return k, self.sub(self._float(rest), self.like(x, 1))
 
     def _small_integer(self, n: Value) -> Value:
-        """As a double; there is no such instruction for vectors of i64 before AVX-512."""
+        """Returns an integer as a double; there is no instruction for vectors of i64 before AVX-512."""
         magic = self.like(n, 0x4338000000000000)
         return self.sub(self._float(self.add(n, magic)), self.code.constant("double", 6755399441055744.0, n.width))
 

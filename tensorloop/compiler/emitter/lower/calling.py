@@ -58,7 +58,7 @@ def is_foreign(node: fx.Node) -> bool:
 
 
 def in_memory_as(dtype: torch.dtype) -> tuple[torch.dtype, int]:
-    """What numbers of a dtype lie in memory as, and how many of those for one."""
+    """Returns the dtype that numbers of a dtype lie in memory as, and how many of that make one of them."""
     if dtype.is_complex:
         return dtype.to_real(), 2
     return (dtype, 1) if dtype in KINDS else (_BITS[dtype.itemsize], 1)
@@ -104,7 +104,7 @@ def call_out(low: Any, node: fx.Node) -> Any:
 
 
 def _given(low: Any, node: fx.Node) -> Array:
-    """What an operation is given: in memory that stays, and in the order in which torch had it in the trace."""
+    """Returns an operand of an operation that torch does: in memory that stays, in the order that the trace had."""
     array, value = low.values[node], node.meta["val"]
     wanted = _place(value)
     strides = zip(array.shape, array.strides, wanted.strides, strict=True)

@@ -16,7 +16,7 @@ from tensorloop.compiler.step import Unsupported
 
 
 class _Windows(NamedTuple):
-    """What a kernel sees: sizes of a convolution, and where its windows lie in the padded input."""
+    """The windows of a convolution: its sizes, and where a kernel sees the padded input."""
 
     groups: int
     stride: Sequence[int]
@@ -39,7 +39,7 @@ class _Windows(NamedTuple):
         return Array(x.buffer, shape, strides, x.offset)
 
     def padded(self, low: Lowering, x: Array) -> Array:
-        """Zeros around."""
+        """Returns the input with zeros around it."""
         if not any(self.padding):
             return low.dense(x)
         shape = (*x.shape[:2], *(n + 2 * p for n, p in zip(x.shape[2:], self.padding, strict=True)))

@@ -268,7 +268,7 @@ def _whole(low: Any, x: Pending) -> Array:
 
 
 def _pad(call: Any, x: Any, pad: Sequence[int], value: Any = 0) -> Any:
-    """Zeros around some slots."""
+    """Puts zeros around some slots."""
     if value != 0 or not isinstance(x, Array) or any(pad[: 2 * (len(x.shape) - 1)]) or len(pad) < 2 * len(x.shape):
         return None
     before, after = pad[-2:]
@@ -276,7 +276,7 @@ def _pad(call: Any, x: Any, pad: Sequence[int], value: Any = 0) -> Any:
 
 
 def _put(call: Any, x: Any, value: Any, dim: int = 0, index: int = 0) -> Any:
-    """One slot written in place."""
+    """Writes one slot in place."""
     if dim or call.node not in call.low.written or not _is_version(x):
         return None
     place = _slots(x, index + x.shape[0] if index < 0 else index, 1)
@@ -337,7 +337,7 @@ _OWN = {
 
 
 def product(low: Any, a: Array, b: Array) -> Array:
-    """(*batch, M, K) @ (*batch, K, N), as the sum of one walk."""
+    """Multiplies (*batch, M, K) by (*batch, K, N), as the sum of one walk."""
     turned = Array(
         b.buffer, (*b.shape[:-2], b.shape[-1], b.shape[-2]), (*b.strides[:-2], b.strides[-1], b.strides[-2]), b.offset
     )

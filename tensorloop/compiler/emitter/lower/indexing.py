@@ -98,7 +98,7 @@ def _written(call: Call, x: Array, dim: int, index: Array, source: Any, how: str
 def scatter_reduce(
     call: Call, x: Array, dim: int, index: Array, source: Array, reduce: str, include_self: bool = True
 ) -> Array:
-    """What comes to a place, taken together; without what was there, where something comes."""
+    """Reduces all values that go to one place; what was there before counts only if `include_self`."""
     low, how = call.low, "sum" if reduce == "mean" else reduce
     begin = x if include_self else _written(call, x, dim, index, identity(how, x.dtype), "")
     found = _written(call, begin, dim, index, source, how)

@@ -29,7 +29,7 @@ def computed_in(dtype: torch.dtype) -> torch.dtype:
 
 
 def copied(math: Math, value: Value) -> Value:
-    """The function of a copy."""
+    """Returns the value as it is: the function of a kernel that copies."""
     return value
 
 
@@ -46,7 +46,7 @@ class Lowering:
     # buffers
 
     def new(self, shape: Sequence[Size], dtype: torch.dtype) -> Array:
-        """Scratch memory."""
+        """Returns new scratch memory."""
         if dtype not in KINDS:
             raise Unsupported(f"elements of {dtype}")
         if grows(shape):
@@ -54,7 +54,7 @@ class Lowering:
         return contiguous(Region("scratch", 0, math.prod(shape), dtype), shape)
 
     def number(self, value: Any, dtype: torch.dtype) -> Array:
-        """One number, without memory."""
+        """Returns one number as an array without memory."""
         return Array(Region("value", 0, 1, dtype, value), (), ())
 
     def constant(self, tensor: Tensor) -> Array:
@@ -141,7 +141,7 @@ class Lowering:
         return self.point("copy", function, [array], out.dtype, out=out, piece=piece)
 
     def dense(self, array: Array) -> Array:
-        """In order in memory: itself, or a copy."""
+        """Returns the array in order in memory: itself, or a copy."""
         if grows(array.shape) and grows(dense(array.shape)):
             raise Unsupported("a size that changes from step to step lies within another")
         if array.buffer.kind != "value" and array.strides == dense(array.shape, array.strides):
@@ -252,7 +252,7 @@ class Lowering:
                 raise Unsupported(f"{name}: {refusal.reason}", refusal.node or whole) from None
 
     def _lowered(self, node: fx.Node, name: str, handlers: dict[str, Handler], args: Any, kwargs: Any) -> Any:
-        """What a call gives: an array, or several."""
+        """Lowers one call and returns its result: an array, or several."""
         if node.meta.get("called"):
             return calling.call_out(self, node)
         if is_part(node):
@@ -275,12 +275,12 @@ class Call:
 
     @property
     def dtype(self) -> torch.dtype:
-        """The result's."""
+        """Returns the result's dtype."""
         return self.value.dtype
 
     @property
     def shape(self) -> tuple[Size, ...]:
-        """The result's."""
+        """Returns the result's shape."""
         return shape_of(self.node)
 
 

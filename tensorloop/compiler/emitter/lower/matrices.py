@@ -70,7 +70,7 @@ def _column(x: Array) -> Array:
 
 
 def _for_columns(x: Array, batch: Sequence[int], count: int, rank: int) -> Array:
-    """What is the same for each column of a right-hand side."""
+    """Returns a view that repeats matrices, or pivots, for each column of a right-hand side."""
     own = x.shape[len(x.shape) - rank :]
     wide = x.expand((*batch, *own))
     k = len(batch)
@@ -81,7 +81,7 @@ def _for_columns(x: Array, batch: Sequence[int], count: int, rank: int) -> Array
 
 
 def _triangular(low: Lowering, a: Array, b: Array, out: Array, *, upper: bool, unit: bool) -> Array:
-    """a x = b, column by column."""
+    """Solves a x = b for a triangular a, column by column."""
     *batch, _, columns = out.shape
     a, b, x = _for_columns(a, batch, columns, 2), _turned(b.expand(out.shape)), _turned(out)
     if upper:
@@ -127,7 +127,7 @@ def _identity(low: Lowering, n: int, dtype: torch.dtype) -> Array:
 
 @handles("linalg_cholesky_ex")
 def cholesky(call: Call, a: Array, upper: bool = False, check_errors: bool = False) -> Any:
-    """L of A = L L.T, or its transpose."""
+    """Returns (L of A = L L.T, or its transpose, infos)."""
     low, batch = call.low, a.shape[:-2]
     out, infos = low.new(a.shape, a.dtype), low.new(batch, torch.int32)
     check = _check(call, check_errors, batch)
@@ -140,7 +140,7 @@ def cholesky(call: Call, a: Array, upper: bool = False, check_errors: bool = Fal
 def solve_triangular(
     call: Call, a: Array, b: Array, upper: bool, left: bool = True, unitriangular: bool = False
 ) -> Array:
-    """a x = b or x a = b, of which only one half of a is read."""
+    """Solves a x = b or x a = b, where only one half of a is read."""
     low, out = call.low, call.low.new(call.shape, call.dtype)
     if left:
         return _triangular(low, a, b, out, upper=upper, unit=unitriangular)
@@ -150,7 +150,7 @@ def solve_triangular(
 
 @handles("linalg_lu_factor_ex")
 def lu_factor(call: Call, a: Array, pivot: bool = True, check_errors: bool = False) -> Any:
-    """(L and U in one, pivots, infos)."""
+    """Returns (L and U in one, pivots, infos)."""
     if not pivot:
         raise Unsupported("without pivots")
     return _lu(call.low, a, _check(call, check_errors, a.shape[:-2]))
@@ -168,7 +168,7 @@ def lu_solve(call: Call, lu: Array, pivots: Array, b: Array, left: bool = True, 
 
 @handles("_linalg_solve_ex")
 def solve(call: Call, a: Array, b: Array, left: bool = True, check_errors: bool = False) -> Any:
-    """(x, the factoring, its pivots, infos)."""
+    """Returns (x, the factoring, its pivots, infos)."""
     low = call.low
     lu, pivots, infos = _lu(low, a, _check(call, check_errors, a.shape[:-2]))
     out = low.new(tuple(call.value[0].shape), a.dtype)
@@ -181,7 +181,7 @@ def solve(call: Call, a: Array, b: Array, left: bool = True, check_errors: bool 
 
 @handles("linalg_inv_ex")
 def inverse(call: Call, a: Array, check_errors: bool = False) -> Any:
-    """(the inverse, infos)."""
+    """Returns (the inverse, infos)."""
     low, out = call.low, call.low.new(a.shape, a.dtype)
     lu, pivots, infos = _lu(low, a, _check(call, check_errors, a.shape[:-2]))
     _lu_solved(low, lu, pivots, _identity(low, a.shape[-1], a.dtype), out, adjoint=False)
@@ -189,7 +189,7 @@ def inverse(call: Call, a: Array, check_errors: bool = False) -> Any:
 
 
 def _parity(low: Lowering, pivots: Array, dtype: torch.dtype) -> Array:
-    """The sign of the permutation: each exchange turns it."""
+    """Returns the sign of a permutation, which each exchange turns."""
 
     def one(math: Math, pivot: Value, place: Value) -> Value:
         return math.where(math.compare("eq", pivot, place), math.like(pivot, 1), math.like(pivot, -1))
@@ -231,7 +231,7 @@ def cholesky_solve(call: Call, b: Array, factor: Array, upper: bool = False) -> 
 
 @handles("lu_unpack")
 def lu_unpack(call: Call, lu: Array, pivots: Array, unpack_data: bool = True, unpack_pivots: bool = True) -> Any:
-    """(P, L, U) of P L U = A."""
+    """Returns (P, L, U) of P L U = A, given the factoring."""
     low, (*batch, m, n), dtype = call.low, lu.shape, lu.dtype
     k, nothing = min(m, n), low.new((0,), lu.dtype)
     lower = upper = p = nothing
@@ -266,7 +266,7 @@ def lu_apart(call: Call, a: Array, pivot: bool = True) -> Any:
 
 @handles("linalg_qr")
 def qr(call: Call, a: Array, mode: str = "reduced") -> Any:
-    """(Q, R)."""
+    """Returns (Q, R)."""
     low, (*batch, m, n) = call.low, a.shape
     k = m if mode == "complete" else min(m, n)
     q, r = low.new((*batch, m, k) if mode != "r" else (0,), a.dtype), low.new((*batch, k, n), a.dtype)

@@ -95,7 +95,7 @@ def floor_quotient(m: Math, x: Value, y: Value) -> Value:
 
 @handles("pow")
 def power(call: Call, a: Any, b: Any) -> Array:
-    """a to the b; small known powers as products."""
+    """Returns a to the b; small known powers are products."""
     known = {
         1: lambda m, x: x,
         2: square,
@@ -120,7 +120,7 @@ def power(call: Call, a: Any, b: Any) -> Array:
 
 @handles("clamp", "clamp_min", "clamp_max")
 def clamp(call: Call, x: Array, low: Any = None, high: Any = None, **named: Any) -> Array:
-    """Between limits, each optional."""
+    """Keeps numbers between limits, each of which is optional."""
     low, high = named.get("min", low), named.get("max", high)
     if call.name == "clamp_max":
         low, high = None, low

@@ -58,7 +58,7 @@ def _of_doubles(function: Function) -> Function:
 
 
 def _half_turns(m: Math, x: Value) -> Value:
-    """What is left of x beside a whole number, at most 1/2: sin(pi x) has the size of sin(pi times it)."""
+    """Returns x less the nearest whole number, of size 1/2 at most: sin(pi x) has the size of sin(pi times it)."""
     return m.sub(x, m.rounded("roundeven", x))
 
 

@@ -54,7 +54,7 @@ def check_rows(units: Sequence[Unit], dims: Mapping[int, int | None], count: int
 
 
 def _conditions(kernel: Kernel, growth: Sequence[int]) -> Iterator[Size]:
-    """Numbers that must not be below zero."""
+    """Yields numbers that must not be below zero if a kernel is to stay in its memory."""
     for array in _boxes(kernel):
         yield from _of_box(array, growth)
     if isinstance(kernel, Gather):
@@ -69,7 +69,7 @@ def _conditions(kernel: Kernel, growth: Sequence[int]) -> Iterator[Size]:
 
 
 def _boxes(kernel: Kernel) -> list[Array]:
-    """Arrays with the shape that is walked."""
+    """Returns the arrays of a kernel, each with the shape that is walked."""
     if isinstance(kernel, Matmul):
         (*batch, m, n), k = kernel.out.shape, kernel.a.shape[-1]
         walked = [(kernel.a, (*batch, m, k)), (kernel.b, (*batch, k, n)), (kernel.out, (*batch, m, n))]
@@ -97,7 +97,7 @@ def _walked(array: Array, shape: Sequence[int]) -> Array:
 
 
 def _of_box(array: Array, growth: Sequence[int]) -> Iterator[Size]:
-    """That sizes are sizes, and that the first and the last element are in memory."""
+    """Yields numbers that are not below zero if an array's sizes are sizes and its two ends are in memory."""
     if array.buffer.kind == "value":
         return
     yield from (size for size in array.shape if isinstance(size, Length))
@@ -109,14 +109,14 @@ def _of_box(array: Array, growth: Sequence[int]) -> Iterator[Size]:
 
 
 def _ends(array: Array) -> tuple[Size, Size]:
-    """The first and the last place, in elements."""
+    """Returns the first and the last place of an array, in elements."""
     # Each dim moves the place by itself, so the extremes are reached by all dims at their own first or last index.
     steps = [(size - 1) * stride for size, stride in zip(array.shape, array.strides, strict=True)]
     return array.offset + sum(x for x in steps if x < 0), array.offset + sum(x for x in steps if x > 0)
 
 
 def _room(array: Array, growth: Sequence[int]) -> Size:
-    """Elements of a buffer; arrays of the carry have room for what a step appends."""
+    """Returns the elements of a buffer; arrays of the carry have room for what a step appends."""
     buffer = array.buffer
     if buffer.kind != "array":
         return buffer.numel

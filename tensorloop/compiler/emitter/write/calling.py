@@ -9,12 +9,12 @@ from tensorloop.compiler.emitter.ir.code import Code
 
 
 def read_entry(code: Code, status: str) -> tuple[str, str]:
-    """(the function's address, that of the word that says how it went)."""
+    """Reads (the function's address, that of the word that says how it went)."""
     return code.op(f"load ptr, ptr {code.pointer(status, 24)}, align 8", "ptr").text, code.pointer(status, 32)
 
 
 def write_call(code: Code, entry: str, went: str) -> None:
-    """Calls it, and goes on where all went well."""
+    """Writes a call of the next operation that torch does; the step goes on where all went well."""
     code.line(f"store i64 0, ptr {went}, align 8")
     code.line(f"call void {entry}()")
     word = code.op(f"load i64, ptr {went}, align 8", "i64").text
@@ -24,7 +24,7 @@ def write_call(code: Code, entry: str, went: str) -> None:
 
 
 def write_end(code: Code, status: str) -> None:
-    """Where a loop ends that was stopped: it says how many steps were done before."""
+    """Writes where a loop ends that was stopped: it says how many steps were done before."""
     code.line("ret void")
     code.label("stopped")
     code.line(f"store i64 %turn, ptr {status}, align 8")

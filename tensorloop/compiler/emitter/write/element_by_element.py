@@ -14,7 +14,7 @@ def _join(math: Math, how: str) -> Callable[[Value, Value], Value]:
 
 
 def write_scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> None:
-    """In the index's order; what is out of range is noted and left out."""
+    """Writes a scatter in the index's order; what is out of range is noted and left out."""
     code, shape = memory.code, kernel.index.shape
 
     def walk(index: list[Index]) -> None:
@@ -29,7 +29,7 @@ def write_scatter(memory: Memory, kernel: Scatter, rows: RowRange | None) -> Non
 
 
 def scatter_one(memory: Memory, kernel: Scatter, index: Sequence[Index]) -> None:
-    """One element of the index."""
+    """Writes one element of the index."""
     code, math = memory.code, memory.math
     size = code.constant("i64", kernel.out.shape[kernel.dim], 1)
     raw = math.cast(memory.load(kernel.index, index, None, 1, None), "i64")
@@ -50,7 +50,7 @@ def scatter_one(memory: Memory, kernel: Scatter, index: Sequence[Index]) -> None
 
 
 def write_running(memory: Memory, kernel: Running, rows: RowRange | None) -> None:
-    """Every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
+    """Writes every line along the dim from its beginning; lanes are neighbouring lines, where there are such."""
     code, shape = memory.code, kernel.array.shape
     others = [dim for dim in range(len(shape)) if dim != kernel.dim]
     # Lines do not meet, so neighbouring ones are lanes; but not along the rows, of which a thread has any number.

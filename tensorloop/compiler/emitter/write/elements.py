@@ -175,7 +175,7 @@ class Memory:
         return math.where(math.compare("lt", index, math.like(index, 0)), math.add(index, size), index)
 
     def note(self, good: Value) -> None:
-        """An index out of range: the call raises when the loop is over."""
+        """Notes an index out of range: the call raises when the loop is over."""
         code = self.code
         bad = self.math.invert(good)
         if bad.width > 1:

@@ -33,12 +33,12 @@ class Panels:
 
     @property
     def panels(self) -> int:
-        """How many, for one matrix."""
+        """Returns how many panels one matrix has."""
         return -(-self.source.shape[-1] // self.width)
 
     @property
     def steps(self) -> tuple[int, ...]:
-        """Elements from one matrix to the next, a batch dim each."""
+        """Returns the elements from one matrix to the next along each batch dim."""
         size, made = self.panels * self.source.shape[-2] * self.width, []
         for length, stride in zip(reversed(self.batch), reversed(self.source.strides[:-2]), strict=True):
             made.append(size if stride else 0)
@@ -124,7 +124,7 @@ class Product:
         return best[2], best[3]
 
     def emit(self) -> None:
-        """All of it: batch dims, blocks of columns, rows."""
+        """Writes the whole product: batch dims, blocks of columns, rows."""
         self._batch([], list(self.kernel.out.shape[:-2]))
 
     def _batch(self, index: list[Index], left: list[int]) -> None:
@@ -146,7 +146,7 @@ class Product:
             self._rows(index, whole * self.wide, rest, ragged)
 
     def _columns(self, index: list[Index]) -> None:
-        """Columns low to high: whole vectors, and the last of all, which may have fewer lanes."""
+        """Writes columns low to high: whole vectors, and the last of all, which may have fewer lanes."""
         code, rows, whole = self.code, self.rows, self.n // self.width
         assert rows is not None
         low, high = (code.op(f"udiv i64 {end}, {self.width}", "i64").text for end in (rows.low, rows.high))

@@ -23,7 +23,7 @@ WORK = 2**16  # bytes that a thread's matrices take: they stay in the second cac
 
 
 class LaneChoice(NamedTuple):
-    """Which dim of the batch has the lanes, how many, and whether all loops are written out."""
+    """The choice of lanes: which dim of the batch has them, how many, and whether all loops are written out."""
 
     lane: int | None
     width: int
@@ -53,7 +53,7 @@ def elements(kernel: Matrix) -> int:
 
 
 def work_of(kernel: Matrix, target: Machine) -> Region | None:
-    """Memory for the matrices that one thread is at; None where they are held as values."""
+    """Returns memory for the matrices that one thread is at; None where they are held as values."""
     found = layout(kernel, target)
     return None if found.unrolled else Region("scratch", 0, elements(kernel) * found.width, kernel.outs[0].dtype)
 
@@ -84,7 +84,7 @@ class Cells:
         return code.add(code.times(row, self.columns), column)
 
     def get(self, row: Index, column: Index = 0) -> Value:
-        """One number."""
+        """Returns the number in a row and a column."""
         place, m = self._place(row, column), self.matrices
         if self.base is None:
             return self.held[place]
@@ -92,7 +92,7 @@ class Cells:
         return m.code.op(f"load {llvm_type(m.kind, m.width)}, ptr {where}, align {m.size}", m.kind, m.width)
 
     def put(self, value: Value, row: Index, column: Index = 0) -> None:
-        """Writes one."""
+        """Writes a number into a row and a column."""
         place, m = self._place(row, column), self.matrices
         if self.base is None:
             self.held[place] = value
@@ -120,7 +120,7 @@ class Matrices:
         self.width, self._used = 1, 0
 
     def emit(self) -> None:
-        """All of it."""
+        """Writes the whole kernel."""
         self._walk([], 1)
 
     def _walk(self, index: list[Index], width: int) -> None:
@@ -159,7 +159,7 @@ class Matrices:
         self.memory.store(value, array, (*self.index, *place), self.lane if self.width > 1 else None, None)
 
     def cells(self, rows: int, columns: int = 1) -> Cells:
-        """Room for a matrix."""
+        """Makes room for a matrix."""
         if self.unrolled:
             return Cells(self, columns, None)
         assert self.kernel.work is not None
@@ -168,7 +168,7 @@ class Matrices:
         return Cells(self, columns, base)
 
     def each(self, low: Index, high: Index, body: Callable[[Index], None]) -> None:
-        """For each index."""
+        """Runs the body for each index."""
         if self.unrolled:
             assert isinstance(low, int)
             assert isinstance(high, int)
@@ -206,16 +206,16 @@ class Matrices:
         return self.constant(index, "i64")  # pyright: ignore[reportArgumentType]
 
     def less(self, a: Value, b: Value, total: Value) -> Value:
-        """total - a b, rounded once."""
+        """Returns total - a b, rounded once."""
         return self.math.fma(self.math.neg(a), b, total)
 
     def first(self, info: Value, bad: Value, index: Index) -> Value:
-        """Which is the first index that is bad, counted from 1; 0 for none."""
+        """Returns the first index that is bad, counted from 1; 0 for none."""
         new = self.math.bit("and", bad, self.math.compare("eq", info, self.math.like(info, 0)))
         return self.math.where(new, self.lanes(self.code.add(index, 1)), info)
 
     def largest(self, value: Value) -> Value:
-        """The largest of all lanes."""
+        """Returns the largest of all lanes."""
         lanes = [value] if value.width == 1 else [self.code.extract(value, n) for n in range(value.width)]
         found = lanes[0]
         for lane in lanes[1:]:

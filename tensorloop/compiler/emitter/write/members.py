@@ -100,7 +100,7 @@ def wait_text(triple: str) -> list[str]:
 
 
 def write_shares(code: Code, sizes: Iterable[tuple[int, int]]) -> dict[tuple[int, int], tuple[str, str]]:
-    """What thread %low of %high has of each size, in whole grains."""
+    """Writes where the share of thread %low of %high begins and ends, for each (size, grain), in whole grains."""
     made = {}
     following = code.op("add i64 %low, 1", "i64").text
     # Thread n begins where n - 1 ends, as both come from one formula; the last one ends at the size itself.

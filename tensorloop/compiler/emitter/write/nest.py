@@ -30,7 +30,7 @@ class Nest(WalkBody):
             self.width = self.most
 
     def _prefer_kept(self) -> None:
-        """Lanes along a kept dim, where more arrays lie along that than along the last."""
+        """Puts lanes along a kept dim where more arrays lie along that than along the last."""
         kept = [d for d in range(len(self.space)) if d not in self.over]
         reads = [self.arrays[a] for walk in self.walks for a in walk.reads()]
 
@@ -44,7 +44,7 @@ class Nest(WalkBody):
     # loops
 
     def emit(self) -> None:
-        """All of it."""
+        """Writes the whole nest of loops."""
         index: list[Index] = [0] * len(self.space)
         kept = [d for d in range(len(self.space)) if d not in self.over and d != self.lane]
         self._outer(kept, index)
@@ -72,7 +72,7 @@ class Nest(WalkBody):
             self._lanes(index, column)
 
     def _lanes(self, index: list[Index], body: Callable[[Value | None], object]) -> None:
-        """The body for whole vectors along the lanes' dim, then for what is left."""
+        """Runs the body for whole vectors along the lanes' dim, then for what is left."""
         code, lane, width = self.code, self.lane, self.width
         if lane is None:
             body(None)
@@ -127,7 +127,7 @@ class Nest(WalkBody):
         return held
 
     def _reduced_lanes(self, lane: int, stop: Index, index: list[Index], held: list[Value]) -> list[Value]:
-        """The accumulators after a dim of a size that is known when the loop runs: the tail may have no lanes."""
+        """Returns the accumulators after a dim whose size is known at run time: the tail may have no lanes."""
         code, width = self.code, self.width
         whole = code.op(f"and i64 {stop}, {-width}", "i64").text
         with code.loop(0, whole, width, held) as loop:

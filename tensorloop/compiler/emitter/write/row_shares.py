@@ -31,7 +31,7 @@ class RowShare:
 
 
 def share_rows(step: LoweredStep, units: Sequence[Unit], packed: Mapping[Array, Panels]) -> RowShare | None:
-    """How rows are told apart; None where they meet."""
+    """Returns how rows are told apart; None where they meet."""
     sizes = [(array.numel, array.shape[0]) for array in step.carry if array.shape and array.buffer.kind != "array"]
     count = max(sizes, default=(0, 0))[1]
     arrays = [array for array in step.carry if array.buffer.kind == "array"]

@@ -35,7 +35,7 @@ def find_lives(
 def place_scratch(
     lives: Mapping[Region, tuple[int, int]], start: int, room: Callable[[Region], int]
 ) -> tuple[dict[Region, int], int]:
-    """Offsets from `start` on, and where the last buffer ends."""
+    """Returns the offsets of scratch buffers, from `start` on, and where the last buffer ends."""
     places: dict[Region, int] = {}
     for buffer, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
         busy = sorted(

@@ -30,7 +30,7 @@ class DimShare(NamedTuple):
 
     @property
     def parts(self) -> int:
-        """Among how many threads it can be shared out."""
+        """Returns the most threads that the dim can be shared out among."""
         return -(-self.size // self.grain)
 
 
@@ -53,7 +53,7 @@ class Team:
 
     @property
     def barriers(self) -> int:
-        """A step's, with the one at its end."""
+        """Returns how often threads wait in a step, the wait at its end included."""
         return sum(self.waits) + sum(self.packing) + 1
 
 
@@ -67,7 +67,7 @@ class Planner:
         self.touched: list[Touch] = []
 
     def plan(self, step: LoweredStep, units: Sequence[Unit], work: Sequence[int]) -> Team | None:
-        """None where a step has arrays of the carry, or nothing that can be cut."""
+        """Plans how threads share a step; None where it has arrays in the carry, or nothing that can be cut."""
         # What is as long as an array has another size at each step: shares, which are set once, would not fit it.
         if any(array.buffer.kind == "array" for array in step.carry) or any(_grows(unit) for unit in units):
             return None
@@ -110,7 +110,7 @@ class Planner:
         return low < high + b.buffer.bytes and high < low + a.buffer.bytes
 
     def _cut(self, unit: Unit) -> DimShare | None:
-        """Of the dims that are long enough, or else the longest, the one that makes the fewest threads wait."""
+        """Chooses a dim of enough parts, or else of the most; among equals, the one that makes fewest threads wait."""
         found = [cut for cut in self._usable(unit) if cut.parts > 1]
         return min(
             found,
@@ -135,7 +135,7 @@ class Planner:
                 yield DimShare(dim, size, lanes(unit, self.target))
 
     def _grain(self, unit: WalkGroup, dim: int) -> int:
-        """Whole vectors where elements are neighbours, as products have them."""
+        """Returns the elements of a whole vector where elements are neighbours in memory, else 1."""
         near = any(array.strides[dim] == 1 for array in unit.writes())
         return self.target.lanes({unit.writes()[0].dtype}) if near else 1
 
@@ -180,7 +180,7 @@ def _space(unit: Unit) -> tuple[int, ...]:
 
 
 def _piece(unit: Unit, array: Array, cut: DimShare) -> Piece | None:
-    """What all threads' parts of an array have in common; None where a part is not of its own elements alone."""
+    """Returns how an array is cut among threads; None where a thread's part is not of its own elements alone."""
     dim, more = cut.dim, list[tuple[int, int]]()
     if isinstance(unit, Matmul):
         if array is unit.a and dim == len(unit.out.shape) - 1:  # every column needs all of a, every row all of b

@@ -13,7 +13,7 @@ from tensorloop.compiler.emitter.write.fuse import WalkGroup
 
 
 class WalkBody:
-    """What a group of walks does at one index: values, stores, and the accumulators of what is reduced.
+    """Writes what a group of walks does at one index: values, stores, and the accumulators of reductions.
 
     `order` is that of the dims from the outermost on; which loops go over them is for others to say.
     """
@@ -34,7 +34,7 @@ class WalkBody:
         self._collapse(group)
 
     def _collapse(self, group: WalkGroup) -> None:
-        """Neighbouring dims that every array walks as one become one."""
+        """Joins neighbouring dims that every array walks as one."""
         every = {a for walk in group.walks for a in (*walk.reads(), *walk.writes())}
         view = {a: (tuple(a.strides[d] for d in self.order)) for a in every}
         n = len(self.space) - 1
@@ -59,7 +59,7 @@ class WalkBody:
         return any(isinstance(walk, Reduce) and walk.how.startswith("arg") for walk in group.walks)
 
     def bounds(self, dim: int) -> tuple[Index, Index]:
-        """Where a loop along a dim begins and ends."""
+        """Returns where a loop along a dim begins and ends."""
         if dim == self.row and self.rows is not None:
             return self.code.times(self.rows.low, self.factor), self.code.times(self.rows.high, self.factor)
         return 0, self.code.sized(self.space[dim])
@@ -67,7 +67,7 @@ class WalkBody:
     # elementwise
 
     def body(self, index: list[Index], mask: Value | None) -> dict[Array, Value]:
-        """Every walk's value at an index; gives those that reductions take."""
+        """Writes every walk at an index; returns the values that reductions take."""
         known: dict[Array, Value] = {}
         taken: dict[Array, Value] = {}
 
@@ -104,7 +104,7 @@ class WalkBody:
         return [walk for walk in self.walks if isinstance(walk, Reduce)]
 
     def begin(self) -> list[Value]:
-        """What the accumulators hold before anything."""
+        """Returns the values that the accumulators begin with."""
         made = []
         for walk in self.reductions():
             kind = KINDS[walk.array.dtype]
@@ -142,7 +142,7 @@ class WalkBody:
         )
 
     def _better(self, how: str, value: Value, before: Value, where: Value) -> Value:
-        """Beyond what is held, or the first to come, or the first NaN."""
+        """Whether a value replaces the one held: it is beyond that, the first to come, or the first NaN."""
         math, code = self.math, self.code
         beyond = math.compare("gt" if how == "argmax" else "lt", value, before)
         if value.floating:
@@ -152,7 +152,7 @@ class WalkBody:
         return code.binary("or", beyond, math.compare("lt", where, math.like(where, 0)))
 
     def combine(self, how: str, a: Value, b: Value) -> Value:
-        """Two parts of a reduction as one."""
+        """Combines two parts of a reduction."""
         math = self.math
         if how in ("any", "all"):
             return math.bit("or" if how == "any" else "and", a, b)

@@ -23,7 +23,7 @@ _ENTRY = ctypes.CFUNCTYPE(None)  # which takes the interpreter's lock, and lets 
 
 
 class CalledOperations:
-    """One run's. `fixed` are the tensors of invariants and constants, by kind; scratch memory begins at `scratch`."""
+    """One run's operations of torch. `fixed` are its invariants and constants, by kind; scratch begins at `scratch`."""
 
     def __init__(self, calls: Sequence[PlacedCall], scratch: int, fixed: dict[str, Sequence[Tensor]]) -> None:
         self.scratch = scratch
@@ -93,7 +93,7 @@ def _ready(one: PlacedCall, scratch: int, fixed: dict[str, Sequence[Tensor]]) ->
 
 
 def _put(operation: Any, out: Tensor) -> Callable[[Any], None]:
-    """What copies a result to where it belongs, if it is what the graph says that it is."""
+    """Returns a function that copies a result to where it belongs, if it is what the graph says that it is."""
     shape, dtype, copy = out.shape, out.dtype, out.copy_
 
     def put(x: Any) -> None:

@@ -27,7 +27,7 @@ def machine_code(module: str, target: Machine, folder: object_cache.Folder | Non
 
 
 def compiled(module: str, target: Machine) -> bytes:
-    """What LLVM makes of it."""
+    """Compiles a module with LLVM and returns the object file."""
     binding = llvm()
     parsed = binding.parse_assembly(module)
     parsed.verify()

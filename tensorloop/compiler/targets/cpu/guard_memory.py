@@ -28,30 +28,30 @@ class Arena:
         self.size = GUARD
 
     def add(self, name: str, size: int, writes: bool, like: int = 0) -> Piece:
-        """One more, which begins where the address `like` does, seen from a line of memory."""
+        """Adds a piece, which begins where the address `like` does, seen from a line of memory."""
         piece = Piece(name, self.block(size, like), size, writes)
         self.pieces.append(piece)
         return piece
 
     def block(self, size: int, like: int = 0) -> int:
-        """Where some room is, of which who asks makes pieces."""
+        """Reserves room, of which the caller makes pieces, and returns where it is."""
         at = self.size + (like - self.size) % LINE
         self.size = at + size + GUARD
         return at
 
     def open(self) -> None:
-        """Gives it an address; nothing is added any more."""
+        """Gives the arena an address; nothing is added any more."""
         self._held = bytearray(PATTERN * (self.size // len(PATTERN) + LINE))
         start = ctypes.addressof(ctypes.c_char.from_buffer(self._held))
         self._skipped = -start % LINE
         self.base = start + self._skipped
 
     def address(self, piece: Piece) -> int:
-        """Where it is."""
+        """Returns the address of a piece."""
         return self.base + piece.at
 
     def broken(self) -> str | None:
-        """Where bytes between pieces were changed."""
+        """Says where bytes between pieces were changed; None where they were not."""
         found = sorted((one for one in self.pieces if one.bytes), key=lambda one: one.at)
         ends, begins = [0, *(one.at + one.bytes for one in found)], [*(one.at for one in found), self.size]
         for low, high in zip(ends, begins, strict=True):
@@ -64,7 +64,7 @@ class Arena:
         return None
 
     def near(self, address: int, size: int) -> str:
-        """Where so many bytes are, by the piece that is nearest."""
+        """Says where so many bytes are, by the piece that is nearest."""
         low, high = address - self.base, address - self.base + size
 
         def distance(one: Piece) -> int:
@@ -95,7 +95,7 @@ class GuardedBlock:
         self.address = self._words.buffer_info()[0]
 
     def close(self, kind: str) -> None:
-        """Pieces of a name that begins so are only read from now on."""
+        """Allows only reads of the pieces whose names begin so, from now on."""
         for n, one in enumerate(self.arena.pieces, 1):
             if one.name.startswith(kind):
                 self._words[HEAD + ROW * n + 2] = 0

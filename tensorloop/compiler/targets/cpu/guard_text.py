@@ -39,7 +39,7 @@ class Access(NamedTuple):
 
 
 def access(line: str) -> Access | None:
-    """What a line touches; NotImplementedError where it is not known how."""
+    """Returns the memory that a line touches, None if none; NotImplementedError where that is not known."""
     if (found := _LOAD.match(line)) is not None:
         return Access(False, found[2], *_sizes(found[1]))
     if (found := _STORE.match(line)) is not None:

@@ -38,7 +38,7 @@ class OutsideMemory(AssertionError):
 
 @contextlib.contextmanager
 def on() -> Iterator[None]:
-    """Makes guarded cores, in the whole process."""
+    """Makes guarded cores inside the block, in the whole process."""
     instead.append(emitted)
     try:
         yield
@@ -61,7 +61,7 @@ def emitted(step: Step, *, folder: object_cache.Folder | None, target: Machine |
 
 
 class Apart(LoopWriter):
-    """Scratch buffers that share no memory, with some between them."""
+    """Writes loops whose scratch buffers share no memory and have gaps between them."""
 
     gap = GUARD
 
@@ -172,7 +172,7 @@ class GuardedCore(NativeCore):
         return [n + max(0, more) * steps for n, more in zip(lengths, self._growth, strict=True)]
 
     def _scratch(self, arena: Arena, steps: int, parts: int, lengths: Sequence[int]) -> int:
-        """Where scratch memory is: a piece for each buffer, for each part of the rows."""
+        """Returns where scratch memory is: a piece for each buffer, for each part of the rows."""
         function, longest = self._function, self._longest(steps, lengths)
         apart = 1 if self.text.barriers else parts
         each = self.text.scratch + self._growing(steps, lengths)
@@ -194,7 +194,7 @@ class GuardedCore(NativeCore):
         return whole
 
     def _back(self, arena: Arena, copies: Sequence[Copy], steps: int, lengths: Sequence[int], done: int) -> None:
-        """What the loop wrote, to whom it belongs."""
+        """Copies what the loop wrote back into the tensors that it belongs to."""
         for (kind, _, buffer), tensor, piece, _ in copies:
             start, stop = 0, piece.bytes if piece.writes else 0
             if kind == "out":

@@ -9,7 +9,7 @@ OLDEST_LLVM = 17  # text with opaque pointers
 
 
 def llvm() -> Any:
-    """llvmlite's binding, made ready."""
+    """Returns llvmlite's binding, made ready."""
     try:
         import llvmlite.binding as binding
     except ImportError as error:
@@ -24,7 +24,7 @@ def llvm() -> Any:
 
 
 def host() -> Machine:
-    """This machine."""
+    """Returns this machine."""
     binding = llvm()
     triple, features = binding.get_process_triple(), binding.get_host_cpu_features()
     x86, arm = triple.startswith("x86_64"), triple.startswith(("aarch64", "arm64"))

@@ -54,7 +54,7 @@ def alone(users: bool = False) -> Iterator[None]:
 
 
 def parts(rows: int, work: int) -> int:
-    """How many pieces rows are cut into."""
+    """Returns how many pieces rows are cut into."""
     if rows < 2 or work < 2 * LEAST:
         return 1
     most = min(here.count or torch.get_num_threads(), rows, work // LEAST)
@@ -62,7 +62,7 @@ def parts(rows: int, work: int) -> int:
 
 
 def together(shared: int, barriers: int, steps: int) -> int:
-    """How many threads do steps together."""
+    """Returns how many threads do steps together."""
     return parts(shared // (barriers * machine.BARRIER), steps * shared)
 
 

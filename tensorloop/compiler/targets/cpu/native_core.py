@@ -58,7 +58,7 @@ def emit(step: Step, *, folder: object_cache.Folder | None = None, target: Machi
 
 
 class NativeCall(NamedTuple):
-    """What the native function is called with: addresses of its table and of scratch memory, and how it runs."""
+    """The arguments of one native call: the addresses of its table and of scratch memory, and how it runs."""
 
     table: int
     tensors: Sequence[Tensor]  # those that the table begins with
@@ -131,12 +131,12 @@ class NativeCore:
         return last, done
 
     def _totals(self, sums: Sequence[Tensor], parts: int) -> list[Tensor]:
-        """Sums; those of which each part has its own, with these first."""
+        """Returns the sums to add to; one that each part of the rows has to itself gets a dim of parts in front."""
         apart = self.text.apart if parts > 1 else ()
         return [x.new_zeros((parts, *x.shape)) if n in apart else x for n, x in enumerate(sums)]
 
     def _piece(self, call: CoreCall, done: int, count: int) -> CoreCall:
-        """The call for some of the steps, behind so many."""
+        """Returns the call of some of the steps, behind the first `done` ones."""
         if count == call.steps:
             return call
         left = call.steps - done

@@ -22,7 +22,7 @@ class Folder:
         self._usable: bool | None = None
 
     def get(self, key: str) -> bytes | None:
-        """An entry; None where there is none, or not what was put."""
+        """Returns an entry; None where there is none, or not what was put."""
         if not self._safe():
             return None
         try:
@@ -79,7 +79,7 @@ class Folder:
 
 
 def _ours(found: os.stat_result) -> bool:
-    """Owned by this user, and nobody else may write it."""
+    """Whether a file is owned by this user, and nobody else may write it."""
     owner = getattr(os, "getuid", lambda: found.st_uid)()
     return (
         found.st_uid == owner and not found.st_mode & (stat.S_IWGRP | stat.S_IWOTH) and not stat.S_ISLNK(found.st_mode)
@@ -99,7 +99,7 @@ def _read(place: Path) -> bytes:
 
 
 def user_folder() -> Folder:
-    """The user's: one object for each path, so that what is wrong with it is said once."""
+    """Returns the user's folder: one object for each path, so that what is wrong with it is said once."""
     base = os.environ.get("XDG_CACHE_HOME", "")
     if not os.path.isabs(base):  # which the specification has ignored: it would be another one in each folder
         base = os.path.join(os.path.expanduser("~"), ".cache")

@@ -21,7 +21,7 @@ MOST_STREAMS = 4  # of which a core keeps memory and graphs
 
 
 class Settings(NamedTuple):
-    """What graphs are of, beside a step: their stream, and what else decides which kernels torch launches."""
+    """The settings that recorded graphs depend on: their stream, and what else decides which kernels torch launches."""
 
     stream: int
     deterministic: bool
@@ -30,7 +30,7 @@ class Settings(NamedTuple):
 
     @classmethod
     def now(cls) -> "Settings":
-        """Returns those of the caller."""
+        """Returns the caller's settings."""
         matmul = torch.backends.cuda.matmul
         reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
         deterministic = torch.are_deterministic_algorithms_enabled()
@@ -53,7 +53,7 @@ class GraphCore:
 
     @property
     def way(self) -> str:
-        """How the steps run."""
+        """Says how the steps run."""
         return self.eager.way if self._failed else GRAPHS
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
@@ -97,7 +97,7 @@ class GraphCore:
         return self._room is None or (self._room.fits(call) and self.eager.fits(call.steps, call.lengths))
 
     def _here(self, slots: Sequence[int]) -> Recorded:
-        """What is recorded for the caller's stream and settings; those that were not used for longest are let go.
+        """Returns the recording for the caller's stream and settings; those that were not used for longest are let go.
 
         Where arrays have outgrown their memory all is recorded anew.
         """

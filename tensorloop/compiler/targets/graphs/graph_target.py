@@ -76,7 +76,7 @@ def check(step: Step) -> None:
 
 
 def _why_not(node: fx.Node) -> str:
-    """Why an operation cannot be recorded, in a few words; empty where it can."""
+    """Says why an operation cannot be recorded, in a few words; empty where it can."""
     if is_part(node):
         return ""
     target: Any = node.target

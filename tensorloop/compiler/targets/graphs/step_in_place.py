@@ -48,7 +48,7 @@ class PutOff:
 
 
 class Summand(NamedTuple):
-    """One of them; so many `rows` from a slot on."""
+    """A value that is added to zeros: so many `rows` from a slot on."""
 
     value: fx.Node
     at: Size | fx.Node | None = None
@@ -94,11 +94,11 @@ class InPlace:
     # ---- values
 
     def call(self, target: Any, *args: Any, **kwargs: Any) -> fx.Node:
-        """One more operation."""
+        """Adds an operation to the graph."""
         return self.graph.call_function(target, args, kwargs)
 
     def of(self, x: Any) -> Any:
-        """What stands for an argument of the step's graph: zeros that were put off are made."""
+        """Returns what stands for an argument of the step's graph: zeros that were put off are made."""
         found = fx.map_arg(x, lambda n: self._made(self._new[n]))
         return self.sized(found)
 
@@ -119,7 +119,7 @@ class InPlace:
         return self._numbers[size]
 
     def places(self, start: Size, count: int, step: int = 1) -> fx.Node:
-        """So many places, one after the other."""
+        """Returns the numbers of so many places, one after the other."""
         key = "places", start, count, step
         if key not in self._numbers:
             found = self.call(
@@ -129,7 +129,7 @@ class InPlace:
         return self._numbers[key]
 
     def behind(self, size: Length) -> fx.Node:
-        """Of each place in memory of such a size, whether it is nobody's."""
+        """Returns a mask over a dim of such a size in memory: true for places behind the array, which are nobody's."""
         key = "behind", size
         if key not in self._numbers:
             self._numbers[key] = self.call(aten.ge.Tensor, self.places(0, self.sized(size)), self.number(size))
@@ -336,7 +336,7 @@ def _add(to: InPlace, n: fx.Node, a: Any, b: Any, **kwargs: Any) -> Any:
 
 
 def _view(to: InPlace, n: fx.Node, x: fx.Node, size: Any) -> Any:
-    """What is as long as an array has its values first in the new shape too, if as much lies before that dim."""
+    """Reshapes a value as long as an array: its elements stay first if the dims before that one have the same size."""
     before, after = shape_of(x), shape_of(n)
     i, j = (next((d for d, s in enumerate(shape) if isinstance(s, Length)), None) for shape in (before, after))
     if i is None or j is None or any(map(grows, (before[i + 1 :], after[j + 1 :]))):
@@ -368,7 +368,7 @@ def _range(dtype: torch.dtype) -> tuple[Any, Any]:
 
 
 def _product(to: InPlace, n: fx.Node, a: fx.Node, b: fx.Node) -> Any:
-    """What is summed over is zero where it is nobody's, on both sides: nothing times infinity is no number."""
+    """Multiplies with zeros behind the arrays on both sides of the sum: 0 times infinity would be NaN."""
     if not isinstance(shape_of(a)[-1], Length):
         return to._as_it_is(n)
     if sum(isinstance(s, Length) for x in (a, b) for s in shape_of(x)) > 2:

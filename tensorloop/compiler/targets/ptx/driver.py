@@ -48,7 +48,7 @@ class DriverError(RuntimeError):
 
 
 class DeviceFacts(NamedTuple):
-    """What a device says of itself: its compute capability, and what a block may have at most."""
+    """A device's own numbers: its compute capability, and what a block may have at most."""
 
     capability: tuple[int, int]
     multiprocessors: int
@@ -57,7 +57,7 @@ class DeviceFacts(NamedTuple):
 
 
 class FunctionFacts(NamedTuple):
-    """What a function needs, by the driver's compiler: registers a thread; bytes a thread and a block; threads."""
+    """A function's needs, by the driver's compiler: registers a thread; bytes a thread and a block; threads."""
 
     registers: int
     local: int
@@ -131,7 +131,7 @@ def device_of(index: int) -> CudaDevice:
 
 @functools.cache  # by process: a driver does not outlive a fork
 def cached_device(index: int, process: int) -> CudaDevice:
-    """One object for each device of a process."""
+    """Returns a device of a process; there is one object for each."""
     return CudaDevice(index, open_library())
 
 

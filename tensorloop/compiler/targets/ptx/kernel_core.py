@@ -126,7 +126,7 @@ class PtxCore:
         return torch.empty(size, dtype=torch.uint8, device=self._device)
 
     def _fixed(self, invariants: Sequence[Tensor]) -> list[Tensor]:
-        """What the kernel is given first: invariants as they were laid out, constants, and what is packed of them."""
+        """Returns the kernel's first arguments: invariants in their layouts, constants, and what is packed of them."""
         given = [lay_out(one, *layout) for one, layout in zip(invariants, self._layouts, strict=True)]
         of = {"invariant": given, "constant": self._constants}
         packed = [

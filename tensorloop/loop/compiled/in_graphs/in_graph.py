@@ -44,7 +44,7 @@ _DEVICE = torch.ops.prim.device.default
 @constant_in_graphs
 @functools.cache
 def operator() -> Any:
-    """What dynamo traces a step for."""
+    """Returns the operator for which dynamo traces a step."""
     return graph_operator("tensorloop_loop", make)
 
 
@@ -80,7 +80,7 @@ def make(
 
 
 class _Like:
-    """What a tensor of a graph that is being traced is like."""
+    """The shape and dtype of a tensor in a graph that is being traced."""
 
     def __init__(self, x: Tensor) -> None:
         self.shape, self.dtype = [int(n) for n in x.shape], x.dtype
@@ -123,7 +123,7 @@ def _check(module: fx.GraphModule, tensors: Sequence[Tensor]) -> None:
 
 
 def _trace(module: fx.GraphModule, inputs: Sequence[Any], n: int, m: int, numbered: bool) -> StepText:
-    """One step, written down on tensors without numbers: n tensors of the carry, m of the carry and xs."""
+    """Writes one step down on tensors without numbers: n tensors of the carry, m of the carry and xs."""
     with fake_tensors():
         values = [torch.empty(x.shape, dtype=x.dtype, device=HOST) if isinstance(x, _Like) else x for x in inputs]
         tensors = [x for x in values if isinstance(x, Tensor)]
@@ -239,7 +239,7 @@ def map(plain: Callable[..., Any], fn: Any, xs: Any, **options: Any) -> Any:
 
 
 def _asked(defaults: dict[str, Any], options: dict[str, Any]) -> dict[str, Any] | None:
-    """All options, or None where they ask for what cannot stand in a graph."""
+    """Returns all options; None where they ask for what cannot stand in a graph."""
     given = {**defaults, **options}
     k, dim, compiled = given["checkpoints"], given.get("dim", 0), given["compile"]
     wanted = compiled is True or compiled == "strict"

@@ -47,7 +47,7 @@ class PreparedLoop:
         self.ys = [k for k, n in enumerate(t.outs) if n in used]
 
     def run(self, steps: int) -> RunAtOnce:
-        """One run of the plan."""
+        """Makes one run of the plan."""
         k = self.text.k
         if k is None or not self.plan.grad:
             return RunAtOnce(self.plan, steps)
@@ -77,7 +77,7 @@ class PreparedLoop:
         return [_like(n, self.plan.step.place, steps) for n in self.own]
 
     def saved(self, tensors: Sequence[Tensor], kept: Sequence[Tensor]) -> list[Tensor]:
-        """What the plan's backward gets, out of the ys that it needs and what was kept."""
+        """Returns the tensors that the plan's backward gets, out of the ys that it needs and what was kept."""
         t, n = self.plan.step, len(self.plan.step.carry)
         given = dict(zip([*(t.outs[k] for k in self.ys), *self.own], kept, strict=True))
         values = dict(zip(t.sequences, tensors[n:], strict=False)) | given
@@ -131,7 +131,7 @@ def _loop_forward(text: str, tensors: list[Tensor], steps: int, wants: list[bool
 
 
 def _forward(loop: PreparedLoop, tensors: list[Tensor], steps: int) -> tuple[list[Tensor], list[Tensor]]:
-    """(the last carry and ys, what else is kept)."""
+    """Runs the loop and returns (the last carry and ys, what else is kept)."""
     inputs = loop.inputs(tensors)
     if not steps:
         carry = [x.clone() for x in inputs[: len(loop.plan.step.carry)]]

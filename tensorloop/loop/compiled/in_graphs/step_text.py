@@ -21,7 +21,7 @@ _NAMESPACES = ("aten", "prims")
 
 @dataclasses.dataclass(frozen=True)
 class StepText:
-    """What stands in such a text: a step, what its inputs are like, tensors that the body makes, how the loop runs."""
+    """The content of a step's text: the step, shapes and dtypes of its inputs, constants, and how the loop runs."""
 
     step: Trace
     inputs: list[tuple[list[int], torch.dtype]]  # of one step, but for the constants

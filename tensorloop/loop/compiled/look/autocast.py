@@ -10,7 +10,7 @@ from tensorloop.compiler.targets.choose import DEVICES
 
 
 def state() -> tuple[tuple[str, torch.dtype], ...] | None:
-    """What autocast casts to now, by the type of the device; None where it is off."""
+    """Returns the dtypes that autocast casts to now, by type of device; None where it is off."""
     if not is_on():  # asked at every call of a known step
         return None
     return tuple((kind, torch.get_autocast_dtype(kind)) for kind in DEVICES if torch.is_autocast_enabled(kind)) or None

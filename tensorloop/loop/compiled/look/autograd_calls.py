@@ -31,7 +31,7 @@ class NeedsGradients(Signal):
 
 
 class Notes(Protocol):
-    """What writes a step down, or follows its calls."""
+    """Writes a step down, or follows its calls."""
 
     def mark(self, function: Any, args: Sequence[Any], made: Sequence[Tensor], more: Sequence[Any] = ()) -> None:
         """Notes an operation that nobody runs, and takes these tensors for what it makes; `more` is in no key."""
@@ -42,7 +42,7 @@ class Notes(Protocol):
 
 
 class AutogradCalls:
-    """Sees them in one run of a step, whose inputs are `given`.
+    """Sees the calls of autograd in one run of a step, whose inputs are `given`.
 
     `live`: whether inputs have gradients, so that what depends on this is seen. `checks`: whether backwards are tried
     out with fewer gradients asked for, and coming.
@@ -66,23 +66,23 @@ class AutogradCalls:
         self._again: set[int] = set()  # such as torch.autograd.grad makes
 
     def __call__(self, ctx: Any) -> None:
-        """A Function is called; its forward comes next."""
+        """Begins to follow a Function that is called; its forward comes next."""
         with unseen():
             registered = functions.is_registered(ctx)  # an operation like torch's own: autograd knows its gradient
             if not registered and torch.is_grad_enabled() and transforms.maybe_level() is None:
                 _CallOfFunction(self, ctx)
 
     def end(self) -> None:
-        """The step is over. Nothing is held in a circle: that would be there until Python looks for such."""
+        """Ends the step. Nothing is held in a circle: that would be there until Python looks for such."""
         self.notes = self.watch = None
 
     def next(self) -> int:
-        """The number of another Function."""
+        """Returns a number for another Function."""
         self._count += 1
         return self._count - 1
 
     def grad(self, args: Any, kwargs: dict[str, Any], run: Callable[[], Any]) -> Any:
-        """What `torch.autograd.grad` gives; it is noted what it is asked for."""
+        """Runs `torch.autograd.grad` and notes what it is asked for."""
         if not self.live:
             raise NeedsGradients
         given = dict(zip(("outputs", "inputs", "grad_outputs", "retain_graph", "create_graph"), args, strict=False))
@@ -231,7 +231,7 @@ class _CallOfFunction:
         grads: Sequence[Any],
         given: Sequence[Any],
     ) -> list[Tensor | None]:
-        """What the user's backward gives for the tensors among what forward was given."""
+        """Runs the user's backward and returns what it gives for the tensors among forward's arguments."""
         try:
             found = backward(Ctx(vars(self._ctx), saved, needs), *grads)
         except Refused:
@@ -318,7 +318,7 @@ class _CallOfFunction:
         return True
 
     def _try_none(self, run: Any, differ: Any, needs: tuple[bool, ...], grads: Sequence[Any], there: list[int]) -> None:
-        """Of several results, some may have no gradient: to the compiled step these are zeros."""
+        """Checks that a backward takes None like zeros where some of several results have no gradient."""
         sets = range(1, 2 ** len(there) - 1) if len(there) <= MOST_NONE else [0]
         for chosen in sets:
             off = [i for k, i in enumerate(there) if chosen >> k & 1]
@@ -358,7 +358,7 @@ def _own(y: Any, tensors: Sequence[Tensor]) -> Any:
 
 
 def _some(x: Tensor) -> Tensor:
-    """Numbers of both signs in the shape of a tensor."""
+    """Returns numbers of both signs in the shape of a tensor."""
     return torch.linspace(-1.5, 2, x.numel(), device=x.device).reshape(x.shape).to(x.dtype)
 
 
@@ -367,7 +367,7 @@ def _has_gradient(x: Tensor) -> bool:
 
 
 def _fits(grad: Tensor, x: Tensor) -> bool:
-    """Whether autograd takes it: it adds up what is too large in a dim, and casts."""
+    """Whether autograd takes a gradient for x: it adds up what is too large in a dim, and casts."""
     if x.dtype.is_complex < grad.dtype.is_complex and not x.is_floating_point():
         return False
     sizes = zip(reversed(x.shape), reversed(grad.shape), strict=False)

@@ -73,7 +73,7 @@ _NORMS = frozenset({functional.batch_norm, functional.instance_norm})
 
 
 def refusal(reason: str, cure: str) -> Refused:
-    """Why a body is not compiled, by the user's line that runs now."""
+    """Returns the refusal of a body, at the user's line that runs now."""
     return Refused(reason, cure, user_place())
 
 
@@ -147,7 +147,7 @@ class CallWatch(TorchFunctionMode):
         return self._seen(func, args, kwargs)
 
     def _seen(self, func: Any, args: Any, kwargs: dict[str, Any] | None) -> Any:
-        """A call during which operations are no surprise."""
+        """Makes a call during which operations are no surprise."""
         self.asked_layout |= func in LAYOUT
         reason = _REFUSED.get(func)
         if func is Tensor.tolist and self.may_list is not None and self.may_list(args[0]):
@@ -250,7 +250,7 @@ def _picked(x: Tensor, index: tuple[Any, ...]) -> tuple[Tensor, tuple[Any, ...]]
 
 
 def _sliced(x: Tensor, dim: int, part: slice) -> Tensor:
-    """As many elements at every step, from one on that depends on its number."""
+    """Takes a slice of the same size at every step, whose start depends on the step's number."""
     start, stop, step = part.start, part.stop, 1 if part.step is None else part.step
     low, high = getattr(start, "node", None), getattr(stop, "node", None)
     if low is None or high is None or (low.of, low.scale) != (high.of, high.scale) or type(step) is not int or step < 1:
@@ -267,7 +267,7 @@ def _sliced(x: Tensor, dim: int, part: slice) -> Tensor:
 
 
 def _one_hot(tensor: Tensor, num_classes: int = -1) -> Any:
-    """As torch has it, which reads whether there are so many classes: here an index out of range says so."""
+    """Computes torch's one_hot without reading whether there are so many classes: an index out of range says so."""
     if num_classes < 1 or tensor.dtype is not torch.int64:
         return NotImplemented
     zeros = torch.zeros((*tensor.shape, num_classes), dtype=torch.int64, device=tensor.device)

@@ -58,7 +58,7 @@ class Arrays:
         return other
 
     def values(self, i: int) -> Tensor:
-        """What stands for the slots of an array at the step that is looked at."""
+        """Returns zeros that stand for the slots of an array at the step that is looked at."""
         shape, dtype = self.kinds.get(i, ((0,), torch.float32))
         return torch.zeros((self.lengths[self.groups[i]], *shape), dtype=dtype, device=self.device)
 
@@ -85,7 +85,7 @@ class Arrays:
         return values
 
     def key(self) -> tuple[Any, ...]:
-        """What a plan depends on of the arrays, when their elements are known."""
+        """Returns what a plan depends on of the arrays, when their elements are known."""
         stores = [(i, store_of(array)) for i, array in self.first.items()]
         return tuple((i, *self.kinds[i], x is not None and x.requires_grad, self.groups[i]) for i, x in stores)
 
@@ -95,7 +95,7 @@ class Arrays:
         return array.stack() if len(array) else torch.empty((0, *shape), dtype=dtype, device=self.device)
 
     def growth(self, after: Sequence[tuple[int, Tensor]]) -> tuple[int, ...]:
-        """How many slots a step adds to the arrays of each group; `after` are their places and what they became."""
+        """Returns how many slots a step adds to each group's arrays; `after` are their places and what they became."""
         added: dict[int, int] = {}
         for i, values in after:
             k = self.groups[i]
@@ -109,7 +109,7 @@ class Arrays:
 
 
 class Uses:
-    """What a step did with arrays beside appending to them."""
+    """Notes what a step did with arrays beside appending to them."""
 
     def __init__(self) -> None:
         self.reads = False  # slots, which must be there

@@ -126,7 +126,7 @@ families: dict[Hashable, _NumberFamily] = {}
 
 
 def find_open(skeleton: Hashable, numbers: Numbers, *, ints: bool) -> frozenset[int]:
-    """Which numbers of a step are open; `ints` says whether ints may be."""
+    """Returns which numbers of a step are open; `ints` says whether ints may be."""
     given, texts = numbers.given, numbers.texts()
     if len(families) >= MOST_FAMILIES:
         families.clear()

@@ -7,7 +7,7 @@ from torch import Tensor
 
 
 def _choose(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
-    """Torch's own errors, and its choice: the largest of p / drawn, or where the drawn parts of the whole lie."""
+    """Chooses as torch does, with its errors: the largest of p / drawn, or where the drawn parts of the whole lie."""
     for sound, error in _checks(p):
         if not bool(sound):
             raise RuntimeError(error)

@@ -42,7 +42,7 @@ def _shifted(z: Tensor, mean: Tensor, *_: Any) -> Tensor:
 
 
 def _reached(drawn: Tensor, *arguments: Any) -> Tensor:
-    """What was drawn, which has a gradient where an argument has one, and that of the argument is zero."""
+    """Returns what was drawn, with a gradient of zero for each argument that has one."""
     for x in arguments:
         if isinstance(x, Tensor):
             drawn = torch.where(torch.ones_like(drawn, dtype=torch.bool), drawn, x**0)
@@ -65,7 +65,7 @@ def _draw_to_choose(into: Tensor, generator: Generator | None, args: Sequence[An
 
 
 def _raced(args: Sequence[Any], out: Tensor) -> Tensor:
-    """Where a choice is put back each has a number of its own; else each of p has one, and the first ones win."""
+    """Returns memory for draws: one for each choice if choices are put back, else for each of p, whose first win."""
     return out.new_empty(out.shape, dtype=torch.float64) if _puts_back(args) else torch.empty_like(args[0])
 
 
@@ -136,7 +136,7 @@ class DrawOp:
 
 
 def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> DrawOp:
-    """What draws the same as an operation did; it holds no tensor of the step's but `out`."""
+    """Returns an operation that draws again as this one did; it holds no tensor of the step's but `out`."""
     generator = kwargs.get("generator")
     if func in _MADE:
         draw, made = _MADE[func]
@@ -147,7 +147,7 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
     rest = [None if isinstance(x, Tensor) else x for x in args]
 
     def again() -> Any:
-        """The operation, on tensors that are like those that it had."""
+        """Runs the operation on tensors that are like those that it had."""
         return func(*(x if one is None else _like(*one) for x, one in zip(rest, like, strict=True)), **kwargs)
 
     if func is _aten.native_dropout.default:
@@ -176,7 +176,7 @@ class Generators:
             self.index(generator_of(device))
 
     def index(self, generator: Generator | None, of: torch.device | None = None) -> int:
-        """The number of one, by default of a device's own."""
+        """Returns the number of a generator, by default of a device's own."""
         generator = generator_of(of) if generator is None else generator
         for k, g in enumerate(self.seen):
             if g is generator:
@@ -194,12 +194,12 @@ class Generators:
             self._after[k] = self.seen[k].get_state()
 
     def moved(self) -> bool:
-        """Whether one has another state than after the last draw: the body sets it."""
+        """Whether a generator has another state than after the last draw: the body sets it."""
         pairs = zip(self.seen, self._after, strict=True)
         return self.watched and any(not torch.equal(g.get_state(), state) for g, state in pairs)
 
     def restore(self) -> None:
-        """Puts them back to where they were before draws."""
+        """Puts the generators back to where they were before draws."""
         if not self._drew:
             return
         for g, state in zip(self.seen, self._before, strict=True):

@@ -40,11 +40,11 @@ Layout = tuple[tuple[tuple[int, ...], ...], tuple[tuple[int, ...], ...]]  # stri
 
 
 class AnswersInPython(Exception):
-    """The condition after a step gives a Python bool, or looks at a value to find it: it is to be asked in Python."""
+    """Raised where a condition after a step gives a Python bool, or reads a value: it is to be asked in Python."""
 
 
 class Counts(Exception):
-    """Python ints in the carry are others after the step: `found` says by how much, by their place."""
+    """Raised where Python ints in the carry change in the step: `found` says by how much, by their place."""
 
     def __init__(self, found: dict[int, int]) -> None:
         super().__init__()
@@ -52,7 +52,8 @@ class Counts(Exception):
 
 
 class Key:
-    """What plans are found by: one object for equal parts (`key_of`), so that tables of keys compare nothing else."""
+    """A key by which plans are found: one object for equal parts (`key_of`), so that tables of keys compare nothing else."""
+
 
     __slots__ = ("__weakref__",)
 
@@ -68,7 +69,7 @@ def key_of(*parts: Any) -> Key:
 
 
 class StepResults(NamedTuple):
-    """What one step gave: the next carry, ys, the condition's answer, and how many slots it added to arrays."""
+    """The results of one step: the next carry, ys, the condition's answer, how many slots it added to arrays."""
 
     carry: list[Tensor]
     ys: list[Any]
@@ -76,7 +77,7 @@ class StepResults(NamedTuple):
     growth: tuple[int, ...]  # of each group of arrays
 
     def outputs(self) -> tuple[list[Tensor], tuple[Any, ...]]:
-        """(all tensors that come out of the step, what else a plan depends on: which ys are none, and of what type)."""
+        """Returns (all tensors that come out, what else a plan depends on: which ys are none, and of what type)."""
         tensors, kinds = list(self.carry), list[Any]()
         for y in self.ys:
             if isinstance(y, Tensor):
@@ -125,7 +126,7 @@ class Frame:
         self.open: frozenset[int] = frozenset()  # Python numbers that are inputs of the step
 
     def _held(self) -> list[int]:
-        """Places in the carry of what has rows, where some stop before others."""
+        """Returns the places in the carry of what has rows, where some stop before others."""
         leaves = self.loop.init
         if self.rows is not None:
             return [i for i in self.places if self.rows.holds(leaves[i])]
@@ -161,7 +162,7 @@ class Frame:
     # -- what goes in
 
     def inputs(self, layout: Layout | None = None) -> tuple[list[Tensor], list[Tensor]]:
-        """(carry, a row of each of xs): copies, which a body may change."""
+        """Returns (carry, a row of each of xs): copies, which a body may change."""
         loop = self.loop
         t = 0 if loop.slices is None or loop.length is None else loop.slices.index(0)
         carry, row = [_own(x) for x in self.carry], [_own(x.detach().select(0, t)) for x in self.xs]
@@ -177,7 +178,7 @@ class Frame:
         return [(tuple(x.stride() for x in tensors), row) for tensors in (self.carry, after)]
 
     def kind_of(self, layout: Layout) -> Any:
-        """A layout without how far apart things lie."""
+        """Returns a layout without how far apart things lie."""
         shapes = [*(x.shape for x in self.carry), *(x.shape[1:] for x in self.xs)]
         return tuple(kind_of_strides(*pair) for pair in zip(shapes, [*layout[0], *layout[1]], strict=True))
 
@@ -318,7 +319,7 @@ class Frame:
         return [take(i, leaves[i], k) if i in first else leaves[i] for k, i in enumerate(self.places)]
 
     def _slices(self, row: list[Tensor], watch: Watch) -> list[Any]:
-        """What the body gets of each leaf of xs: a slice, None, or the number of a range."""
+        """Returns what the body gets of each leaf of xs: a slice, None, or the number of a range."""
         left, slices = iter(row), self.loop.slices
         if slices is None:
             return []
@@ -352,7 +353,7 @@ class Frame:
             return torch.logical_not(answer) if loop.until is not None else answer
 
     def _answer(self, leaves: list[Any]) -> Any:
-        """What the condition after the step says."""
+        """Asks the condition after the step and returns its answer."""
         loop, asked = self.loop, self.loop.asked
         condition = loop.cond or loop.until
         assert condition is not None
@@ -404,7 +405,7 @@ def tensors_of(loop: Loop) -> list[Tensor]:
 
 
 def _place_of(loop: Loop) -> Place:
-    """Where a loop runs: where its tensors are, and without any where new ones are made.
+    """Returns the place where a loop runs: that of its tensors or, without any, where new ones are made.
 
     Raises `Refused` where they are on several devices.
     """
@@ -414,7 +415,7 @@ def _place_of(loop: Loop) -> Place:
 
 
 def sequences(loop: Loop, device: torch.device) -> list[Tensor]:
-    """What a step gets a slice of, the steps first: xs, the numbers of the steps, which rows run."""
+    """Returns all that a step gets a slice of, steps first: xs, the numbers of the steps, which rows run."""
     xs = [] if loop.slices is None else [_steps_first(x, d) for x, d in loop.slices.tensors if x is not None]
     if is_numbered(loop) and not carries_number(loop):
         assert loop.length is not None

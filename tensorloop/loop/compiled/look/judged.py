@@ -15,7 +15,7 @@ from tensorloop.loop.effects.reads import Reads
 
 
 class Appeared(Refused):
-    """A step makes what was not there before, or was None: it may be that the first one alone does."""
+    """Refuses a step that makes what was not there before, or was None: maybe only the first one does."""
 
 
 @contextmanager
@@ -48,7 +48,7 @@ def judged(calls: CallWatch, asked: Asked | None, kept: Reads | None = None) -> 
 
 @contextmanager
 def signalled() -> Iterator[None]:
-    """What is signalled inside counts, also where the body has caught it."""
+    """Raises the first signal that is made inside the block, also where the body has caught it."""
     with remembered() as signals:
         yield
     if signals:

@@ -125,7 +125,7 @@ class CallTrail(CallWatch):
         return self._known  # pyright: ignore[reportReturnType]
 
     def _step(self, key: list[Any]) -> None:
-        """One call further on the path."""
+        """Goes one call further on the path."""
         if self._known is None:
             self.path.append(tuple(key))
             return
@@ -205,7 +205,7 @@ class KnownCalls:
         self._count = 0
 
     def of(self, root: Hashable) -> dict[Any, Any] | None:
-        """The paths of such loops; None where there are none."""
+        """Returns the known paths of such loops; None where there are none."""
         return self._roots.get(root)
 
     def cannot_tell(self, root: Hashable) -> bool:

@@ -82,7 +82,7 @@ class Record:
 
 @dataclasses.dataclass(frozen=True, eq=False)
 class Look:
-    """What is known of a loop from its first step: which plan it has, and what the plan runs on."""
+    """All that is known of a loop from its first step: which plan it has, and what the plan runs on."""
 
     frame: Frame
     key: Key
@@ -290,7 +290,7 @@ def _check_draws(frame: Frame, log: OperationLog, results: StepResults) -> None:
 
 
 def _values_of(frame: Frame) -> ValuesRead:
-    """What a body may read in Python: values of the carry and xs where all rows run, and no array grows."""
+    """Says what a body may read in Python: values of the carry and xs where all rows run, and no array grows."""
     if frame.arrays.places:
         return ValuesRead((), False, "keep values in tensors, or carry no TensorArray")
     if frame.rows is not None or frame.active is not None:
@@ -341,5 +341,5 @@ def random_values(generator: torch.Generator) -> Callable[[Tensor], object]:
 
 
 def python_values(frame: Frame) -> Hashable:
-    """What the step has read beside tensors: with other numbers it may ask for other sizes."""
+    """Returns all that the step has read beside tensors: with other numbers it may ask for other sizes."""
     return object() if frame.reads is None else frame.reads.plain()  # nobody has noted it: it is like no other

@@ -19,7 +19,7 @@ _EXACT = 2**53  # up to which integers are float64's, too
 
 
 class _Kind(type):
-    """Its type, of which `isinstance` says what Python's number is: who compares it himself is told nothing."""
+    """The class of NumberRead, which `isinstance` takes for Python's number: who compares classes is refused."""
 
     def __eq__(cls, other: object) -> bool:
         return _refuse() if other in _NUMBERS else cls is other
@@ -38,11 +38,11 @@ class NumberRead(metaclass=_Kind):
 
     @property
     def __class__(self) -> type:  # pyright: ignore[reportIncompatibleMethodOverride]
-        """What isinstance() says of Python's number."""
+        """Returns float or int, so that isinstance() takes it for Python's number."""
         return float if self._x.is_floating_point() else int
 
     def __getattr__(self, name: str) -> Never:
-        """What a number has beside its operators: `real`, `is_integer`."""
+        """Refuses the attributes of Python's numbers, such as `real` or `is_integer`; there are no others."""
         if not name.startswith("_") and hasattr(self.__class__, name):
             _refuse()
         raise AttributeError(name)
@@ -63,7 +63,7 @@ class NumberRead(metaclass=_Kind):
 
 
 def is_read(x: Any) -> bool:
-    """Whether something is such a number."""
+    """Whether x is a `NumberRead`."""
     return type(x) is NumberRead
 
 
@@ -85,7 +85,7 @@ def _computed(name: str, number: Any, *others: Any) -> Any:
 
 
 def _operand(number: Any, other: Any) -> Any:
-    """What a number meets, so that torch does with it what Python would."""
+    """Returns the other operand in the form with which torch computes what Python would."""
     floats = number._x.is_floating_point()
     if is_read(other) and other._x.dtype is number._x.dtype:
         return other._x

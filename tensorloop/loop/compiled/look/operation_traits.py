@@ -68,7 +68,7 @@ _FILL = {"fill_", "zero_", "copy_"}
 
 @dataclasses.dataclass(frozen=True)
 class OperationTraits:
-    """What is asked of an operation each time that it runs. `reason` is why a step with it is not compiled."""
+    """The facts that each run of an operation asks for. `reason` is why a step with it is not compiled."""
 
     name: str
     reason: str | None

@@ -38,7 +38,7 @@ class Entries(Slices):
         self.ranges = {}
 
     def outputs(self) -> PackedOutputs:
-        """What the ys of a stretch go into: those of all its rows."""
+        """Returns the collector of a stretch's ys, which are those of all its rows."""
         return _PaddedOutputs(self.packed, self.rows)
 
     def of_rows(self, ids: Tensor) -> "Entries":
@@ -112,7 +112,7 @@ class PaddedScan:
         self._ys: list[Sequence[Tensor]] = []
 
     def first(self) -> tuple[PaddedLoop, None]:
-        """The first stretch, of which only the first step is there, to be looked at."""
+        """Returns the first stretch, of which only the first step is there, to be looked at."""
         rows = self.counts[0]
         leaves = [None if x is None else x[:rows].unsqueeze(0) for x, _ in self.packed.tensors]
         active = torch.ones(1, rows, dtype=torch.bool, device=self.device)
@@ -195,11 +195,11 @@ class SomeRows:
         self.loop, self.ids, self.size = loop, begin.nonzero().squeeze(1), len(begin)
 
     def first(self) -> tuple[Loop, Tensor]:
-        """The loop of those that begin, and that they do."""
+        """Returns the loop of those rows that begin, and a mask of them: all true."""
         return of_rows(self.loop, self.ids), torch.ones(len(self.ids), dtype=torch.bool, device=self.ids.device)
 
     def after(self, state: State, steps: Tensor) -> tuple[State, Tensor]:
-        """(the carry of all rows, their steps)."""
+        """Returns (the carry of all rows, their steps)."""
         return _put(self.loop.init, self.ids, state, self.size), steps.new_zeros(self.size).index_copy(
             0, self.ids, steps
         )

@@ -41,7 +41,8 @@ def look_twice(look: Look) -> Trace:
 
 
 def compare_flags(first: Record) -> None:
-    """Where the body asks whether a tensor requires a gradient, it does the same whether all do or none does.
+    """Checks that a body that asks for `requires_grad` does the same whether all tensors do or none does.
+
 
     The first look gives it tensors that do not, and what it would do with others shows in no key: so that is looked at
     on every call.
@@ -56,7 +57,7 @@ def compare_flags(first: Record) -> None:
 
 
 def _compare_captures(first: Record, second: Record) -> None:
-    """What the body makes by no operation that torch sees, such as `torch.tensor(2.0)`, must be the same each time.
+    """Checks that what the body makes unseen by torch, such as `torch.tensor(2.0)`, is the same each time.
 
     That also holds for other inputs: code in C may compute with a tensor and torch does not see it.
     """
@@ -77,7 +78,7 @@ def _compare_captures(first: Record, second: Record) -> None:
 
 
 def _compare_layouts(first: Record, second: Record) -> None:
-    """Where it may matter how tensors lie in memory, the step does the same for all ways in which they do.
+    """Checks that the step does the same for all layouts of its tensors in memory, where that may matter.
 
     A look gives a body contiguous copies, as the compiled loop will. The eager loop gives it the caller's tensors, and
     then its own results: `reshape` of such a one may be a copy, which a write in place does not write through.

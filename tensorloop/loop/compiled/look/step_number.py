@@ -36,7 +36,7 @@ def _no(_: Any) -> bool:
 
 
 class StepNumber:
-    """What is behind such a SymInt or, `real`, a SymFloat: `scale * i + shift`, now `value`.
+    """The node behind such a SymInt or, `real`, a SymFloat: `scale * i + shift`, now `value`.
 
     Of the tensors of a step, i is number `of`, and between the two numbers of `span` at every step. Without a scale it
     is a plain number. Torch may hold it longer than the step, so it holds no tensor.
@@ -83,7 +83,7 @@ class StepNumber:
         return self
 
     def bounds(self) -> tuple[Any, Any]:
-        """What it is never below, and never above."""
+        """Returns (the least, the greatest) number that it can be at any step."""
         low, high = (self.scale * x + self.shift for x in self.span)
         return (low, high) if low <= high else (high, low)
 
@@ -112,7 +112,7 @@ class StepNumber:
         return self if self.real else self._made(operator.mul, self.wrap_float(1.0), real=True)
 
     def _made(self, function: Callable[[Any, Any], Any], other: "StepNumber", real: bool = False) -> "StepNumber":
-        """What a function of two numbers gives, made by tensors: floats are of 64 bits, as Python's are."""
+        """Applies a function to two numbers by tensors: floats are of 64 bits, as Python's are."""
         value, real = function(self.value, other.value), real or self.real or function is operator.truediv
         try:
             span = _span(function, self.bounds(), other.bounds())
@@ -154,7 +154,7 @@ class StepNumber:
 
 
 class Told:
-    """What is behind a `torch.SymBool` that is known."""
+    """The node behind a `torch.SymBool` that is known."""
 
     is_int = is_float = _no
     is_bool = is_constant = _yes
@@ -204,7 +204,7 @@ def _span(function: Any, a: tuple[Any, Any], b: tuple[Any, Any]) -> tuple[Any, A
 
 
 def _attribute(name: str) -> Any:
-    """What torch may ask of a node beside what is there."""
+    """Returns a function that refuses whatever else torch asks of a node; raises AttributeError for dunder names."""
     if name.startswith("__"):
         raise AttributeError(name)
     return _refuse

@@ -17,7 +17,7 @@ LONGER = 12  # slots of an array, in a look that shows what changes with its len
 
 
 class Template:
-    """What a step does for arrays of any length: learnt from one look, and for each group one with longer arrays.
+    """The step for arrays of any length, learnt from one look, and for each group one with longer arrays.
 
     `written` are records with lines, `seen` records that make a key.
     """
@@ -110,7 +110,7 @@ def _aligned(columns: Any) -> list[tuple[Any, ...]]:
 
 
 def length_matters(place: Any = None) -> Refused:
-    """Why a body that takes another course for another length is not compiled."""
+    """Returns the refusal of a body that takes another course for another length."""
     return Refused(
         "what the body does depends on the length of an array in the carry",
         "read slots that every length has, use torch.full((), len(array)) for a float of it, or set compile=False",

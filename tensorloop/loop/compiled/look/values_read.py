@@ -47,7 +47,7 @@ def with_going(trace: Trace, shapes: Sequence[Sequence[int]]) -> tuple[Trace, li
 
 
 class ValuesRead:
-    """What a body reads in one step. `script` has the answers that it is given, whatever they would be."""
+    """The values that a body reads in one step. `script` has answers that it is given, whatever they would be."""
 
     def __init__(self, script: Sequence[bool], may_answer: bool, cure: str = "") -> None:
         self.script, self.may_answer, self.cure = script, may_answer, cure
@@ -136,7 +136,7 @@ class _Again:
         return Ref(self._made(aten.clamp.default, index, low, max(size - 1, 0)))
 
     def _same(self, answer: Answer) -> int:
-        """Whether an answer is what it was: a tensor of its own, as the step may write to that of the answer."""
+        """Computes whether an answer is what it was: a tensor of its own, as the step may write to the answer's."""
         flat = self._made(aten.reshape.default, self._read(Ref(answer.number)), [])
         return self._made(aten.clone.default if answer.value else aten.logical_not.default, Ref(flat))
 
@@ -146,7 +146,7 @@ class _Again:
         return self._free - 1
 
     def _number(self, n: int) -> int:
-        """What stands for a tensor of the step in the next one."""
+        """Returns the number of the tensor in the next step that stands for this one."""
         if n not in self._numbers:
             if n in self._carry:
                 new = self._made(aten.detach.default, Ref(self._carry[n]))

@@ -20,7 +20,7 @@ from tensorloop.loop.compiled.run.plan import Plan, Write
 
 
 class Log(NamedTuple):
-    """What slots of one array held before some steps wrote to them: a row for each write, the earliest first."""
+    """The values that slots of one array had before some steps wrote to them: a row for each write, earliest first."""
 
     place: int  # of the array, in the carry
     start: int
@@ -65,7 +65,7 @@ class ArrayMemory:
         self.at = 0  # the step before which they are
 
     def length(self, place: int, step: int) -> int:
-        """Of an array, before a step."""
+        """Returns the length of an array before a step."""
         symbol = self.symbols[place]
         return self.starts[symbol] + self.plan.step.growth[symbol] * step
 
@@ -137,7 +137,7 @@ class ArrayMemory:
         return {i: memory[: self.length(i, step)] for i, memory in self.own.items()}
 
     def result(self, state: Sequence[Tensor]) -> list[Tensor]:
-        """The last carry for the caller: no replay will change it."""
+        """Returns the last carry for the caller: no replay will change it."""
         return [x.clone() if i in self.overwritten else x for i, x in enumerate(state)]
 
     def let_go(self) -> None:
@@ -146,7 +146,7 @@ class ArrayMemory:
 
 
 def bytes_a_step(plan: Plan) -> int:
-    """What a step appends to the arrays of a carry."""
+    """Returns how many bytes a step appends to the arrays of a carry."""
     found = 0
     for n in plan.arrays:
         more, slot = plan.step.growth[_symbol(n)], value_of(n)

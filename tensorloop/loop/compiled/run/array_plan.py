@@ -64,7 +64,7 @@ class ArrayPlan(Plan):
 
 
 class Looks(NamedTuple):
-    """What was seen of a step with arrays: its trace, and what it does for arrays of any length."""
+    """The looks at a step with arrays, put together: its trace, and what it does for arrays of any length."""
 
     trace: Trace
     template: Template

@@ -91,7 +91,7 @@ class RunInBlocks(RunAtOnce):
     def _run(
         self, program: Program, start: int, stop: int, tensors: Sequence[Tensor], state: list[Tensor], **options: Any
     ) -> Ran:
-        """What a program gives for these steps."""
+        """Runs a program for these steps."""
         invariants, rows = self.split(tensors)[2], self._rows(start, stop, tensors)
         program.check_inputs(invariants, rows, state)
         self.arrays.seek(start)
@@ -108,7 +108,7 @@ class RunInBlocks(RunAtOnce):
         return given if self.draws is None else [*given, *self.draws.between(start, stop, self.size)]
 
     def whole(self, sequences: list[Tensor]) -> list[Tensor]:
-        """All sequences, of all steps: those that are drawn, drawn again."""
+        """Returns all sequences, of all steps: those that are drawn, drawn again."""
         if self.draws is None:
             return sequences
         return [*sequences[: len(sequences) - self.drawn], *self.draws.between(0, self.done, self.size)]
@@ -140,7 +140,7 @@ class RunInBlocks(RunAtOnce):
     def _advance(
         self, stop: float, tensors: Sequence[Tensor], state: list[Tensor], outs: "_OutsOfBlocks"
     ) -> tuple[list[Tensor], bool]:
-        """(the carry after the steps before `stop`, or fewer, whether the loop goes on)."""
+        """Runs blocks and returns (the carry after the steps before `stop`, or fewer, whether the loop goes on)."""
         going = True
         while going and self.done < stop:
             start = self.done
@@ -261,7 +261,7 @@ class Shelf:
         return slot
 
     def take_back(self, values: list[Tensor]) -> None:
-        """Memory that it gave. Who still reads it is done before another carry is kept."""
+        """Takes back memory that it gave. Who still reads it is done before another carry is kept."""
         self._free.append(values)
 
 

@@ -23,7 +23,7 @@ class DrawnNumbers:
 
     @property
     def tensors(self) -> int:
-        """How many real sequences they are."""
+        """Returns how many real sequences the draws are."""
         return sum(1 + d.example.is_complex() for d in self.draws)
 
     def between(self, start: int, stop: int, size: int) -> list[Tensor]:
@@ -34,7 +34,7 @@ class DrawnNumbers:
         return [torch.cat(parts) for parts in zip(*(blocks[::-1] if self.reverse else blocks), strict=True)]
 
     def _block(self, i: int, steps: int) -> list[Tensor]:
-        """(steps, *shape) of each draw, in index order, of complex ones the parts."""
+        """Draws a block: (steps, *shape) of each draw, in index order, of complex ones the parts."""
         now = [g.get_state() for g in self.generators]
         again = self._states.setdefault(i, now) is not now
         if again:

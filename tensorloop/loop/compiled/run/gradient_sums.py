@@ -109,7 +109,7 @@ class GradientSums:
         self.invariants |= dict(zip(fresh, _own([terms[k] for k in fresh]), strict=True))
 
     def sound(self) -> bool:
-        """Whether zeros for what is missing gave numbers alone; a sum shows it, if one is there that is none."""
+        """Whether zeros for missing gradients made no NaN or infinity; a sum shows it if there is one."""
         if self.exact or not (self.coming.missing.carry or self.plan.reached(self.missing).none):
             return True
         every = [*self.carry, *self.sequences.values(), *self.invariants.values()]
@@ -121,13 +121,13 @@ class GradientSums:
 
 
 def room_for(steps: int, value: Tensor, device: torch.device, *, zeros: bool = False) -> Tensor:
-    """Memory for a value of each step."""
+    """Returns memory for a value of each step."""
     made = torch.zeros if zeros else torch.empty
     return made((steps, *value.shape), dtype=value.dtype, device=device)
 
 
 def _own(sums: list[Tensor]) -> list[Tensor]:
-    """The first terms, in memory that may be added to: two invariants may have one gradient."""
+    """Returns the first terms in memory that may be added to: two invariants may have one gradient."""
     found, met = list[Tensor](), set[int]()
     for x in sums:
         if x.is_sparse:

@@ -47,16 +47,16 @@ class RunAtOnce:
 
     @property
     def drawn(self) -> int:
-        """How many sequences are drawn."""
+        """Returns how many sequences are drawn."""
         return 0 if self.draws is None else self.draws.tensors
 
     def split(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(carry, sequences, invariants) of all inputs."""
+        """Splits all inputs into (carry, sequences, invariants)."""
         n, m = len(self.plan.step.carry), len(self.plan.step.sequences)
         return list(tensors[:n]), list(tensors[n : n + m]), list(tensors[n + m :])
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(the last carry, outs, what a backward keeps)."""
+        """Runs the loop and returns (the last carry, outs, what a backward keeps)."""
         assert self.steps is not None
         state, sequences, invariants = self.split(tensors)
         plan = self.plan
@@ -69,7 +69,7 @@ class RunAtOnce:
 
     @contextmanager
     def after(self, steps: int) -> Iterator[None]:
-        """A block that runs the steps behind so many."""
+        """Returns a block that runs the steps behind so many: a failure in it counts these as done, too."""
         try:
             yield
         except StepFailed as failed:
@@ -104,12 +104,12 @@ class RunAtOnce:
             return self._by_clock("backward", self.done, lambda: self.backward(grads, tensors, saved))
 
     def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:
-        """Runs of about as many steps, of arrays about as long, have a clock of their own."""
+        """Runs `call` by the clock of runs of about as many steps, of arrays about as long."""
         about = what, type(self), (steps or 0).bit_length(), *(n.bit_length() for n in self.lengths)
         return self.plan.clock.run(about, call, lambda: self.done, self.ask is not None)
 
     def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """What was kept as it lies in memory: (of how many steps, that), the first steps first."""
+        """Returns what was kept, as it lies in memory: (of how many steps, that), the first steps first."""
         return [(self.done, saved)]
 
     def backward(self, grads: Sequence[Tensor | None], tensors: list[Tensor], saved: list[Tensor]) -> list[Any]:
@@ -131,7 +131,7 @@ class RunAtOnce:
         return total
 
     def coming(self, grads: Sequence[Tensor | None]) -> Coming:
-        """What comes, with the gradients of the carry and of outs as tensors."""
+        """Collects the gradients that come: which are missing, and those of the carry and of outs as tensors."""
         plan = self.plan
         n = len(plan.step.carry)
         missing = frozenset(k for k in plan.flowing_outs if grads[n + k] is None)
@@ -194,7 +194,7 @@ class RunAtOnce:
         return [by_place.get(i) for i in range(len(tensors))]
 
     def whole(self, sequences: list[Tensor]) -> list[Tensor]:
-        """All sequences, of all steps."""
+        """Returns all sequences, of all steps."""
         return sequences
 
     def _unrolled(self, tensors: Sequence[Tensor]) -> list[Tensor]:
@@ -224,7 +224,7 @@ def apart(outs: Sequence[Tensor], inputs: Sequence[Tensor]) -> list[Tensor]:
 
 
 class Looped(torch.autograd.Function):
-    """The node. Its first input is the run."""
+    """The node of a loop in autograd's graph. Its first input is the run."""
 
     @staticmethod
     def forward(ctx: Any, run: RunAtOnce, *tensors: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]

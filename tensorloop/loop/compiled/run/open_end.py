@@ -24,7 +24,7 @@ class RunInParts(RunAtOnce):
     counts: list[int] = dataclasses.field(default_factory=list)  # steps of each part
 
     def forward(self, tensors: Sequence[Tensor]) -> tuple[list[Tensor], list[Tensor], list[Tensor]]:
-        """(the last carry, outs, what a backward keeps, part by part)."""
+        """Runs the loop in parts and returns (the last carry, outs, what a backward keeps, part by part)."""
         state, _, invariants = self.split(tensors)  # there are no sequences: they have a length
         plan, arrays, going = self.plan, ArrayMemory(self.plan, self.lengths), True
         each = max(plan.forward.bytes_a_step + bytes_a_step(plan), 1)
@@ -67,6 +67,6 @@ class RunInParts(RunAtOnce):
         return found
 
     def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
-        """What each part has kept: (of how many steps, that), the first steps first."""
+        """Returns what each part has kept: (of how many steps, that), the first steps first."""
         n = len(self.plan.saved)
         return [(count, saved[k * n : (k + 1) * n]) for k, count in enumerate(self.counts)]

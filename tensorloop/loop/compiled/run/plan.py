@@ -35,7 +35,7 @@ MOST_LENGTHS = 64  # of loops, for which a plan remembers which gradients there 
 
 
 class Reached(NamedTuple):
-    """Which inputs of a step get a gradient, by place; of its carry, those that get `none`."""
+    """The inputs of a step that get a gradient, by place; of its carry, those that get `none`."""
 
     none: frozenset[int]
     sequences: frozenset[int]
@@ -111,7 +111,7 @@ class Plan:
 
     @property
     def lacking(self) -> Unsupported | None:
-        """What the loop forward lacks to be native."""
+        """Returns what keeps the loop forward from being native; None where nothing does."""
         return self.forward.lacking
 
     @property
@@ -146,13 +146,13 @@ class Plan:
         return [given[self._places[n]] for n in self.step.outs]
 
     def light_of(self, given: Sequence[Tensor]) -> dict[fx.Node, Tensor]:
-        """What the light program gave, by node."""
+        """Returns the results of the light program by node."""
         return dict(zip(self.light.step.outs, given, strict=True))
 
     def saved_of(
         self, outs: Sequence[Tensor], sequences: Sequence[Tensor], last: Sequence[Tensor] = ()
     ) -> list[Tensor]:
-        """What the backward keeps, of outs, sequences and the last carry: of that, arrays, which have all slots."""
+        """Picks what the backward keeps from outs, sequences and the last carry, whose arrays have all slots."""
         given = dict(zip(self.step.sequences, sequences, strict=True))
         given |= {n: last[i] for n, i in self.versions.items()} if last else {}
         return [given[n] if n in given else outs[self._places[n]] for n in self.saved]
@@ -169,7 +169,7 @@ class Plan:
             raise Refused("a y has another size at each step", "return a slice of one size")
 
     def _versions(self) -> dict[fx.Node, int]:
-        """What an array is in a step, where its slots are never overwritten, and its place in the carry."""
+        """Returns all versions of arrays that are only appended to, each with the array's place in the carry."""
         found = dict[fx.Node, int]()
         for array, i in self.arrays.items():
             those = versions(array, self.step.next_carry[i])
@@ -185,7 +185,7 @@ class Plan:
             return found
 
     def reached(self, missing: Missing) -> Reached:
-        """What gets a gradient from one step where these are missing."""
+        """Returns which inputs of one step get a gradient where these of its outputs have none."""
         if (found := self._reached.get(missing)) is None:
             zero = zeros_in(self.gradients, missing)
             carry, *there = (frozenset(k for k, g in by.items() if g not in zero) for by in self.gradients.found)
@@ -193,7 +193,7 @@ class Plan:
         return found
 
     def reached_in(self, missing: Missing, steps: int) -> Reached:
-        """What gets a gradient from so many steps, the last of which has none for these; outs have theirs at each."""
+        """Returns which inputs get a gradient from so many steps; `missing.carry` is missing at the last one alone."""
         if (found := self._reached_in.get((missing, steps))) is None:
             if len(self._reached_in) >= MOST_LENGTHS:
                 self._reached_in.clear()
@@ -239,7 +239,7 @@ class Plan:
         return kept(order, moving, forward, uses, price, alike, late)
 
     def bytes_a_step(self) -> int:
-        """What a backward keeps of each step, beside sequences and outs, which are there anyway."""
+        """Returns the bytes that a backward keeps of each step, beside sequences and outs, which are there anyway."""
         s = self.step
         states = {c for c, new in zip(s.carry, s.next_carry, strict=True) if new in s.outs or new in self.saved}
         there = {*s.sequences, *s.outs, *self.versions, *states}
@@ -252,11 +252,11 @@ class Plan:
         return sum(getattr(program.core, "work", 0) for program in programs)
 
     def bytes_of_carry(self) -> int:
-        """What one kept carry takes."""
+        """Returns the bytes that one kept carry takes."""
         return sum(bytes_of(n) for n in self.step.carry if not grows(n))
 
     def bytes_reversed(self) -> int:
-        """What a step takes, about, while it is run again and reversed: there are gradients of most of what is kept."""
+        """Estimates the bytes of a step while it is run again and reversed: most of what is kept has a gradient."""
         return 2 * self.again.bytes_a_step
 
 

@@ -37,7 +37,7 @@ class Ran(NamedTuple):
 
 
 class Program:
-    """(steps, invariants, sequences, carry) -> `Ran`: a loop of this step.
+    """Runs a loop of one step: (steps, invariants, sequences, carry) -> `Ran`.
 
     `barred` nodes are kept out of the loop, as another program of the same step does: both then round alike.
     """
@@ -94,7 +94,7 @@ class Program:
         return Program(dataclasses.replace(self.step, place=place), self.barred)
 
     def _bytes_a_step(self, made: Sequence[fx.Node]) -> int:
-        """What the loop is given, stores and gives of each step, and what is added up after it: beside sequences."""
+        """Counts the bytes of each step that the loop is given, stores and gives, or that are added up after it."""
         given = {*self.step.sequences, *self.step.carry}  # states before the steps are those after them, a step on
         found = dict.fromkeys([*made, *self.partition.outs, *self.step.outs])
         return sum(bytes_of(n) for n in found if n in self.partition.moving and n not in given)
@@ -187,7 +187,7 @@ class Program:
         check_memory((*carry, *sequences, *read), "which the loop was given or closes over")
 
     def _fed_with(self, steps: int, invariants: Sequence[Tensor], sequences: Sequence[Tensor]) -> list[Tensor]:
-        """What the loop is given; where that fails, the first step of which it fails."""
+        """Computes what the loop is given; raises `StepFailed` for the first step of which that fails."""
         try:
             return [x.contiguous() for x in in_memory(self._before(steps, *invariants, *sequences))]
         except StepFailed:
@@ -210,7 +210,7 @@ class Program:
     def _loop(
         self, core: Core, call: CoreCall, ask: Ask | None, pool: Pool | None
     ) -> tuple[list[Tensor], int, list[Tensor], bool]:
-        """(the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
+        """Returns (the last carry, steps done, outs and states before the steps, whether the loop goes on)."""
         (steps, invariants, sequences, carry, _, sums, lengths), reverse = call, self.step.reverse
         memory = self._memory(steps, pool)
         for r, x in zip(self._rooms, memory, strict=True):
@@ -249,7 +249,7 @@ class Program:
         return found
 
     def _memory(self, room: int, pool: Pool | None) -> list[Tensor]:
-        """For the outs of so many steps."""
+        """Returns memory for the outs of so many steps."""
         before, memory = (0, []) if pool is None else pool.get(self, (0, []))
         if before != room:
             memory = [r.made(room) for r in self._rooms]
@@ -259,7 +259,7 @@ class Program:
 
 
 def _held(n: fx.Node) -> fx.Node:
-    """What takes the memory of a node that is added up: what it is a view of, unless that is smaller."""
+    """Returns the node whose memory a summed node takes: the one that it is a view of, unless that is smaller."""
     base = n
     while is_view(base):
         (base,) = base.all_input_nodes
@@ -278,7 +278,7 @@ class _Room:
         self.shape, self.dtype, self.device = value.shape, value.dtype, program.step.place.device
 
     def made(self, room: int) -> Tensor:
-        """For so many steps."""
+        """Returns memory for so many steps."""
         return torch.empty((room + (self.place is not None), *self.shape), dtype=self.dtype, device=self.device)
 
     def begin(self, memory: Tensor, carry: Sequence[Tensor]) -> None:
@@ -287,10 +287,10 @@ class _Room:
             memory[-1 if self.reverse else 0].copy_(carry[self.place])
 
     def after(self, memory: Tensor) -> Tensor:
-        """Where the steps go."""
+        """Returns the part of memory that steps write to."""
         return memory if self.place is None else memory[self.shift : len(memory) - 1 + self.shift]
 
     def before(self, memory: Tensor, first: int, done: int) -> Tensor:
-        """The carry before each of the steps done."""
+        """Returns the carry before each of the steps done."""
         shift = int(self.reverse)
         return memory[first + shift : first + done + shift]

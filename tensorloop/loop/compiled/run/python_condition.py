@@ -40,7 +40,7 @@ def is_known(loop: Loop) -> bool:
 
 
 def learn(loop: Loop) -> None:
-    """StepNotes that it was."""
+    """Notes that the condition was seen to answer in Python."""
     if len(_known) >= _MOST_KNOWN:
         _known.clear()
     _known.add(code_of(loop.until or loop.cond))
@@ -97,7 +97,7 @@ class PythonCondition:
         return self.going
 
     def _asked(self, ask: Any, tree: Any) -> Any:
-        """What a condition says; the body may read what it changes, and a plan would not see that."""
+        """Asks a condition; refuses it where it changes something in Python, which a plan would not see."""
         given = tree, *self.loop.context_at(self.loop.taken)
         if self._paths.all_known():
             return ask(*given)

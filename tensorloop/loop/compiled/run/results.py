@@ -35,7 +35,7 @@ CheckpointsArg = Checkpoints | Schedule | None
 def run_plan(
     look: Look, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: PythonCondition | None
 ) -> tuple[Loop, list[Any]]:
-    """(the loop as it ended, the leaves of its carry)."""
+    """Runs a plan and returns (the loop as it ended, the leaves of its carry)."""
     loop, rows = look.frame.loop, look.frame.rows
     loop.taken, outputs = results_of(look, plan, steps, checkpoints, ask)
     carry = carry_of(look, outputs, loop.taken)
@@ -53,7 +53,7 @@ def run_stretches(
     checkpoints: CheckpointsArg,
     look_at: Callable[[Loop], tuple[Look, Plan]],
 ) -> tuple[Loop, list[Any]]:
-    """(the loop, its carry) of a scan over packed xs; `look` is at its first step, `look_at` is for later stretches."""
+    """Runs a scan over packed xs: (the loop, its carry); `look` is at its first step, `look_at` for later stretches."""
     whole = checkpoints is not None or bool(
         look.frame.arrays.places
     )  # so as to keep no more carries, or copy no arrays
@@ -83,7 +83,7 @@ def results_of(
     ask: PythonCondition | None,
     first: int = 0,
 ) -> tuple[int, list[Tensor]]:
-    """(steps done, the last carry and ys); `first` steps of the loop are done before."""
+    """Runs steps and returns (steps done, the last carry and ys); `first` steps of the loop are done before."""
     given = look.frame.given()
     run = _planned(look, plan, steps, checkpoints, ask)
     run.title, run.first = look.frame.loop.title, first
@@ -121,7 +121,7 @@ def carry_of(look: Look, outputs: Sequence[Tensor], taken: int) -> list[Any]:
 
 
 def _outputs(run: RunAtOnce, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
-    """The last carry and ys."""
+    """Runs the loop and returns the last carry and ys."""
     if run.plan.grad:
         return Looped.apply(run, *tensors)  # pyright: ignore[reportReturnType]
     with torch.no_grad(), unseen(), without_autocast():
@@ -132,7 +132,7 @@ def _outputs(run: RunAtOnce, tensors: Sequence[Tensor]) -> Sequence[Tensor]:
 def _planned(
     look: Look, plan: Plan, steps: int | None, checkpoints: CheckpointsArg, ask: PythonCondition | None
 ) -> RunAtOnce:
-    """What runs the plan: at once or, where carries are kept or draws are let go, in blocks."""
+    """Prepares the run of a plan: at once or, where carries are kept or draws are let go, in blocks."""
     loop, lengths, draws = look.frame.loop, look.frame.arrays.starts, None
     if look.draws:
         assert look.record is not None
@@ -170,11 +170,11 @@ def put_columns(loop: Loop, look: Look, columns: Sequence[Tensor | None]) -> Non
 
 
 def _number(y: Any, taken: int) -> Tensor | None:
-    """One of the ys of so many steps that is no tensor."""
+    """Returns one of the ys of so many steps that is no tensor: a number in each step, or None."""
     return None if y is None else torch.full((taken,), y, dtype=dtype_of_number(y))
 
 
 def _next_rows(x: Tensor, reverse: bool) -> Tensor:
-    """What each step's next one gets of x; of the last step, which has none, its own."""
+    """Returns the rows of x that each step's next one gets; the last step, which has no next one, gets its own."""
     x = x.detach()
     return torch.cat([x[:1], x[:-1]] if reverse else [x[1:], x[-1:]])

@@ -44,7 +44,7 @@ _COUNTS = "rows leave the batch, and what the body does depends on how many ther
 
 @dataclasses.dataclass
 class Known:
-    """What is known of a plan's step, for captures of which these have rows of their own."""
+    """The facts known of a plan's step, for one choice of the captures that have rows of their own."""
 
     whole: "_RowsTrace"
     counts: set[Any]
@@ -75,7 +75,7 @@ def check(look: Look, plan: Plan, rows: int, counts: Iterable[int], few: Callabl
 
 
 def _own_captures(look: Look) -> tuple[int, ...]:
-    """Which captures have rows of their own: those of the context, which rows leave too."""
+    """Returns which captures have rows of their own: those of the context, which rows leave too."""
     context = {id(x) for x in look.frame.loop.context.leaves if isinstance(x, Tensor) and x.dim()}
     return tuple(i for i, x in enumerate(look.captures) if id(x) in context)
 
@@ -114,7 +114,7 @@ def _rows_meet(plan: Plan, rows: int, own: Sequence[int]) -> bool:
 
 
 class _RowsTrace:
-    """What a step of some rows did, and the shapes of its tensors."""
+    """A step of some rows, as it was written down, and the shapes of its tensors."""
 
     def __init__(self, seen: Record) -> None:
         self.operations, self.shapes = seen.trace.operations, seen.written.shapes()
@@ -144,7 +144,7 @@ def _same_captures(these: Sequence[Tensor], those: Sequence[Tensor], own: Sequen
 
 
 class _Same:
-    """Two looks at a step, with many rows and with few."""
+    """Compares two looks at a step, with many rows and with few."""
 
     def __init__(self, many: _RowsTrace, few: _RowsTrace, rows: int, n: int) -> None:
         self.many, self.few, self.rows, self.n = many, few, rows, n
@@ -231,6 +231,6 @@ def _same_values(look: Look, plan: Plan, rows: int, loop: Loop, first: Tensor | 
 
 
 def _spread(x: Tensor, rows: int, dim: int = 0) -> Tensor:
-    """One row as so many, at `dim`."""
+    """Repeats one row so many times along `dim`."""
     x = x.detach()
     return x.expand(*x.shape[:dim], rows, *x.shape[dim + 1 :]).contiguous() if x.dim() else x

@@ -31,7 +31,7 @@ LEAST = 8  # steps for which a stretch makes room
 def run_by_answers(
     look: Look, plan: Plan, checkpoints: CheckpointsArg, look_at: Callable[[Loop], tuple[Look, Plan]]
 ) -> tuple[Loop, State]:
-    """(the loop as it ended, the leaves of its carry); `look_at` looks at the first step of a later stretch."""
+    """Runs a loop in stretches: (the loop as it ended, its carry's leaves); `look_at` is for later stretches."""
     loop, first, known, columns = look.frame.loop, plan, dict[Any, tuple[Look, Plan]](), list[Sequence[Any]]()
     parts, state, done, streak = _Parts(loop), loop.init, 0, 0
     while True:
@@ -107,7 +107,7 @@ class _Parts:
         self._chunks: dict[int, Sequence[Tensor]] = {}
 
     def room(self, plan: Plan, streak: int, done: int) -> int | None:
-        """For how many steps there is to be room, after so many of the same answers; None where nobody knows."""
+        """Returns how many steps to make room for, after so many of the same answers; None where nobody knows."""
         length = self.whole.length
         if self.whole.cond is not None or length is None:
             return None
