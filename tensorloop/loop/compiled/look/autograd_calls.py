@@ -2,8 +2,9 @@
 
 A Function's forward and backward are Python on tensors, so both are looked at. Forward runs as it is called, and then
 its backward, on gradients of ones: what that does is part of the step's key, like everything else, and in the trace it
-stands between marks (`compiler/custom_functions`). `torch.autograd.grad` in the body runs as ever, and its operations are some
-of the step's; what it is asked for is noted, for in a loop one tensor may depend on another by way of earlier steps.
+stands between marks (`compiler/custom_functions`). `torch.autograd.grad` in the body runs as ever, and its operations
+are some of the step's; what it is asked for is noted, for in a loop one tensor may depend on another by way of earlier
+steps.
 """
 
 from collections.abc import Callable, Sequence
