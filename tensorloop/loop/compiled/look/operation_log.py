@@ -131,8 +131,9 @@ class OperationLog(OperationMode):
             return self._read(self.values, func, args, kwargs)
         if traits.says_nothing(args, kwargs):
             return func(*args, **kwargs)
-        self._refuse(traits, func, args, kwargs)
-        if self._is_kept(func, args):
+        if traits.reason is not None or may_fail(func, args):
+            self._refuse(traits, func, args, kwargs)
+        if func is _aten.detach.default and self._is_kept(args[0]):
             return func(*args)
         cut = torch.is_grad_enabled() is not self._grad and not is_torchs_own(func, args)
         if not self.watch.inside:
@@ -147,8 +148,11 @@ class OperationLog(OperationMode):
             noted = written.numbers.put(written.structure(args), written.structure(kwargs))
         if traits.draws:
             return self._draw(func, args, kwargs, noted[0])
-        out = func(*self._given(func, args, kwargs), **kwargs)
-        self.checks.made(out, written.made(out), moves=moves, empty=traits.empty)
+        given = args if self._parts is None else self._parts.given(func, args, kwargs)
+        if self._instead is not None:
+            given = _with_zeros(given, self._instead)
+        out = func(*given, **kwargs)
+        self.checks.made(out, written.made(out), moves, traits.empty)
         if written.lines:
             self._write(func, traits, (args, kwargs), noted, out, cut)
         if self._parts is not None:
@@ -168,10 +172,10 @@ class OperationLog(OperationMode):
                 raise refusal(f"{self.watch.said(traits.name)} {traits.reason}", CURES[traits.reason])
             self.reads = True
 
-    def _is_kept(self, func: Any, args: Sequence[Any]) -> bool:
-        """Whether autograd kept the argument of a result from outside, and gives it with its graph."""
+    def _is_kept(self, x: Tensor) -> bool:
+        """Whether autograd kept a tensor of a result from outside, and gives it with its graph."""
         taking = (calls := self.watch.autograd) is not None and calls.running
-        return taking and func is _aten.detach.default and not (self.written.knows(args[0]) or args[0].requires_grad)
+        return taking and not (self.written.knows(x) or x.requires_grad)
 
     def _without_a_call(self, func: Any, args: Sequence[Any]) -> None:
         """An operation that no call of torch made: a script's, or one that hides itself.
@@ -184,15 +188,6 @@ class OperationLog(OperationMode):
         if func is _aten.detach.default and args[0].requires_grad:
             raise refusal("a scripted function computes its own gradient", "call the function that was scripted")
         self.watch.tells_all = False
-
-    def _given(self, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> Sequence[Any]:
-        """What an operation runs on now: with this step's number, and zeros for an index that nobody looks at."""
-        if self._parts is not None:
-            args = self._parts.given(func, args, kwargs)
-        if self._instead is not None:
-            zeros = torch.zeros_like(self._instead)
-            args = tuple([zeros if z is self._instead else z for z in y] if isinstance(y, list) else y for y in args)
-        return args
 
     def _write(self, func: Any, traits: OperationTraits, given: Any, noted: Any, out: Any, cut: bool) -> None:
         """Writes an operation down that has run."""
@@ -226,7 +221,7 @@ class OperationLog(OperationMode):
             if draw.made is None:
                 draw.example = torch.empty(out.shape, dtype=out.dtype, device=out.device)
             written.take([draw.example])
-        self.checks.made(out, written.made(out), moves=True)
+        self.checks.made(out, written.made(out), True)
         if apart and written.lines:
             ref, result = Ref(draw.number), written.structure(out)
             made = _aten.copy_.default if draw.made is None else draw.made
@@ -309,3 +304,9 @@ class OperationLog(OperationMode):
     def is_outside(self, x: Tensor) -> bool:
         """Whether a tensor was not made in the step."""
         return not self.written.is_made(x)
+
+
+def _with_zeros(args: Sequence[Any], index: Tensor) -> tuple[Any, ...]:
+    """Arguments with zeros in the place of an index."""
+    zeros = torch.zeros_like(index)
+    return tuple([zeros if z is index else z for z in y] if isinstance(y, list) else y for y in args)

@@ -93,7 +93,7 @@ class TensorChecks:
         if traits.fills:
             self._empty.discard(memory)
 
-    def made(self, out: Any, numbers: Sequence[int], *, moves: bool, empty: bool = False) -> None:
+    def made(self, out: Any, numbers: Sequence[int], moves: bool, empty: bool = False) -> None:
         """Notes what an operation made, `moves`: of what may be another at each step, `empty`: without filling it."""
         if moves:
             self._moving.update(numbers)

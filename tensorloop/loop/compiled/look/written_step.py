@@ -60,9 +60,10 @@ class WrittenStep:
         known: list[tuple[int, Tensor]] = []
         for x in args:
             self._note(x, known)
-        for name, x in (kwargs or {}).items():
-            self.key.append(name)
-            self._note(x, known)
+        if kwargs:
+            for name, x in kwargs.items():
+                self.key.append(name)
+                self._note(x, known)
         return known
 
     def _note(self, x: Any, known: list[tuple[int, Tensor]]) -> None:
@@ -122,15 +123,15 @@ class WrittenStep:
                 check_device(out, self.device)
                 if out.layout is not torch.strided:
                     raise refusal(f"a tensor of layout {out.layout} is made", "use dense tensors")
-                (number,) = self.take([out])
+                number = self._numbers[id(out)] = len(self.tensors)
+                self.tensors.append(out)
             return [number]
         return [number for x in out for number in self.made(x)] if isinstance(out, (list, tuple)) else []
 
     def take(self, tensors: Sequence[Tensor]) -> list[int]:
         """Gives numbers to new tensors."""
-        first = len(self.tensors)
+        numbers = list(range(len(self.tensors), len(self.tensors) + len(tensors)))
         self.tensors += tensors
-        numbers = list(range(first, len(self.tensors)))
         self._numbers.update(zip(map(id, tensors), numbers, strict=True))
         return numbers
 
