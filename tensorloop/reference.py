@@ -267,10 +267,7 @@ def attention(
     q: Tensor, k: Tensor, v: Tensor, *, causal: bool = False, scale: float | None = None, sees: Tensor | None = None,
     softcap: float = 0.0, bias: Tensor | float = 0.0, sinks: Tensor | None = None,
 ) -> Tensor:  # fmt: skip
-    """q (B, T, heads, D), k and v (B, S, heads_kv, D); `sees` (B, heads, T, S); 0 where a query sees nothing.
-
-    `sinks` (heads,): the score of a key more, which every query sees, and whose value is 0.
-    """
+    """q (B, T, heads, D), k, v (B, S, heads_kv, D), `sees` (B, heads, T, S), `sinks` (heads,); 0 if none is seen."""
     group = q.shape[2] // k.shape[2]
     q, k, v = (x.transpose(1, 2) for x in (q, k.repeat_interleave(group, 2), v.repeat_interleave(group, 2)))
     scores = q @ k.transpose(-1, -2) * (q.shape[-1] ** -0.5 if scale is None else scale)
@@ -279,9 +276,7 @@ def attention(
     mask = mask.tril() if causal else mask
     most = scores.detach().amax(-1, keepdim=True) if scores.numel() else 0
     weights = torch.exp(scores - most) * mask
-    total = weights.sum(-1, keepdim=True)
-    if sinks is not None:
-        total = total + torch.exp(sinks[:, None, None] - most)
+    total = weights.sum(-1, keepdim=True) + (0 if sinks is None else torch.exp(sinks[:, None, None] - most))
     return (weights / torch.where(total == 0, 1, total) @ v).transpose(1, 2)
 
 

@@ -49,11 +49,14 @@ def read_tensors(
     """
     if bias is relative is score_mod is sinks is None and not sight.dropout:
         return sight
-    rows = len(q._dim) if is_packed(q) else tensor.shape[0]
+    if bias is not None:
+        hint = "; what follows from positions alone is a score_mod"
+        shape = len(q._dim) if is_packed(q) else tensor.shape[0], tensor.shape[2], *longest
+        bias = _read_bias(bias, shape, tensor, "(B, heads, T, S), the longest rows", hint)
     queries, table = (None, None) if relative is None else _read_relative(relative, q, tensor)
     captured = () if score_mod is None else find_captured(score_mod, tensor)
     return sight._replace(
-        bias=None if bias is None else _read_bias(bias, (rows, tensor.shape[2], *longest), tensor),
+        bias=bias,
         queries=queries,
         table=table,
         mod=score_mod,
@@ -83,12 +86,15 @@ def read_sinks(sinks: Any, q: Tensor) -> Tensor | None:
 def read_slots(sight: Sight, batch: torch.Size, shape: tuple[int, ...], q: Tensor) -> Sight:
     """The sight of slots with `first`, the bias and sinks, as they came, checked; `shape` is that of the scores.
 
-    The first has as many dims as the batch, each of its size or 1, and so begins the bias.
+    `first` and the bias then begin with as many dims as the batch has, each of its size or 1.
     """
     if sight.first is not None:
         sight = sight._replace(first=_read_starts(sight.first, batch, q))
     if sight.bias is not None:
-        sight = sight._replace(bias=_read_bias_of_slots(sight.bias, shape, len(batch), q))
+        dims = len(batch)
+        what = "(*batch, heads, n)" if len(shape) == dims + 2 else "(*batch, heads, t, n)"
+        bias = _read_bias(sight.bias, shape, q, what)
+        sight = sight._replace(bias=bias.expand(*bias.shape[:dims], *shape[dims:]))
     if sight.sinks is not None:
         sight = sight._replace(sinks=read_sinks(sight.sinks, q))
     return sight._replace(seed=draw_seed(sight.dropout)) if sight.dropout else sight
@@ -101,16 +107,6 @@ def _read_starts(starts: Any, batch: torch.Size, q: Tensor) -> Tensor:
         raise WrongValue(f"starts must fit the batch dims of q, {tuple(batch)}, got {tuple(starts.shape)}")
     _check_device(starts, "starts", q)
     return starts.long()[(None,) * (len(batch) - starts.dim())]
-
-
-def _read_bias_of_slots(bias: Any, shape: tuple[int, ...], dims: int, q: Tensor) -> Tensor:
-    _check_floats(bias, "bias")
-    if bias.dim() > len(shape) or not _fits(bias.shape, shape):
-        what = "(*batch, heads, n)" if len(shape) == dims + 2 else "(*batch, heads, t, n)"
-        raise WrongValue(f"bias must fit {what}, here {tuple(shape)}, got {tuple(bias.shape)}")
-    _check_device(bias, "bias", q)
-    bias = bias[(None,) * (len(shape) - bias.dim())]
-    return bias.expand(*bias.shape[:dims], *shape[dims:])
 
 
 def _check_floats(x: Any, what: str) -> None:
@@ -131,15 +127,13 @@ def _read_size(x: Any, what: str) -> int:
     return size
 
 
-def _read_bias(bias: Any, shape: tuple[int, ...], q: Tensor) -> Tensor:
+def _read_bias(bias: Any, shape: tuple[int, ...], q: Tensor, what: str, hint: str = "") -> Tensor:
+    """The bias with as many dims as `shape`, each of its size or 1."""
     _check_floats(bias, "bias")
-    if bias.dim() > 4 or not _fits(bias.shape, shape):
-        raise WrongValue(
-            f"bias must fit (B, heads, T, S), the longest rows, here {shape}, got {tuple(bias.shape)}; what follows "
-            "from positions alone is a score_mod"
-        )
+    if bias.dim() > len(shape) or not _fits(bias.shape, shape):
+        raise WrongValue(f"bias must fit {what}, here {shape}, got {tuple(bias.shape)}{hint}")
     _check_device(bias, "bias", q)
-    return bias[(None,) * (4 - bias.dim())]
+    return bias[(None,) * (len(shape) - bias.dim())]
 
 
 def _read_relative(relative: Any, q: Any, tensor: Tensor) -> tuple[Tensor, Tensor]:
