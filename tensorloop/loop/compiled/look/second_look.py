@@ -43,7 +43,6 @@ def look_twice(look: Look) -> Trace:
 def compare_flags(first: Record) -> None:
     """Checks that a body that asks for `requires_grad` does the same whether all tensors do or none does.
 
-
     The first look gives it tensors that do not, and what it would do with others shows in no key: so that is looked at
     on every call.
     """
