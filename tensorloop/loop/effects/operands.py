@@ -88,14 +88,12 @@ def steps_of(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 def operands(frame: FrameType, n: int) -> list[Any]:
     """The upper n values of the stack, the top one last; NULL is `EMPTY`."""
-    return _read(frame, n) if _reads else _traced_back(frame, n)
+    return _read(frame, n) if stack_is_known else _traced_back(frame, n)
 
 
 def cell(frame: FrameType, i: int) -> Any:
     """What is in a local variable, of a free one the cell; `UNKNOWN` where it cannot be read."""
-    if not _reads:
-        return UNKNOWN
-    return _local(frame, i)
+    return _local(frame, i) if stack_is_known else UNKNOWN
 
 
 def on_stack(frame: FrameType, i: int) -> Any:
@@ -273,57 +271,17 @@ def _works() -> bool:
     known = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.implementation.name == "cpython"
     if not known or _WORD != 8 or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
-    holder, value, seen = type("Holder", (), {})(), object(), list[Any]()
 
     def probe(a: Any, b: Any) -> Any:
-        a.x = b
-        return a, lambda: value
+        return a, b, look(), lambda: b
 
-    stores = {i.offset for i in dis.get_instructions(probe) if i.opname == "STORE_ATTR"}
+    def look() -> list[Any]:
+        frame, below = sys._getframe(1), _variables(probe.__code__)
+        upper = _read(frame, 2) if _HEIGHT_IS_WRITTEN else [_local(frame, below), _local(frame, below + 1)]
+        return [*upper, _local(frame, 0), type(_local(frame, 1))]
 
-    def look(frame: FrameType) -> None:
-        if frame.f_lasti in stores:
-            seen.extend((*_read(frame, 2), _local(frame, 0), type(_local(frame, 2))))
-
-    _probed(probe, look, holder, value)
-    return seen == [value, holder, holder, CellType]
+    a, b = object(), object()
+    return probe(a, b)[2] == [a, b, a, CellType]
 
 
-def _probed(probe: Any, look: Any, *args: Any) -> None:
-    """Calls `probe`, and `look` with its frame before each of its instructions."""
-    if sys.version_info >= (3, 12):
-        m = sys.monitoring
-        tool = next((i for i in range(6) if m.get_tool(i) is None), None)
-        if tool is None:
-            return
-        m.use_tool_id(tool, "tensorloop's test of frames")
-        m.register_callback(tool, m.events.INSTRUCTION, lambda code, offset: look(sys._getframe(1)))
-        m.set_local_events(tool, probe.__code__, m.events.INSTRUCTION)
-        try:
-            probe(*args)
-        finally:
-            m.set_local_events(tool, probe.__code__, 0)
-            m.register_callback(tool, m.events.INSTRUCTION, None)
-            m.free_tool_id(tool)
-        return
-
-    def local(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode":
-            look(frame)
-        return local
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is not probe.__code__:
-            return None
-        frame.f_trace_opcodes = True
-        return local
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        probe(*args)
-    finally:
-        sys.settrace(before)
-
-
-_reads = _works()
+stack_is_known = _works()
