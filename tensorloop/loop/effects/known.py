@@ -271,6 +271,12 @@ def is_pure(module: str, name: str) -> bool:
     return pure or name in _PURE_OF.get(module, ()) or name == "_jit_internal"
 
 
+@functools.lru_cache(4096)
+def reads(kind: type, name: str) -> bool:
+    """Whether a method in C of such an object only reads it."""
+    return any(issubclass(kind, base) and name in names for base, names in READS.items())
+
+
 def is_torchs(kind: Any) -> bool:
     """Whether a type is torch's or this library's, whose objects others look after."""
     module = kind.__module__ or ""

@@ -197,19 +197,11 @@ def home(owner: Any, name: str) -> tuple[Any, Any]:
     return held, name
 
 
-def contents(cell: Any) -> Any:
-    """What a variable of a closure holds."""
+def contents(variable: Any) -> Any:
+    """What a variable of a closure holds, or one of a context, its default among that."""
     try:
-        return cell.cell_contents
-    except ValueError:
-        return GONE
-
-
-def value_of(variable: ContextVar[Any]) -> Any:
-    """What is in a variable of a context, its default among that."""
-    try:
-        return variable.get()
-    except LookupError:
+        return variable.get() if type(variable) is ContextVar else variable.cell_contents
+    except (ValueError, LookupError):
         return GONE
 
 
@@ -226,7 +218,7 @@ def of_class(owner: Any, name: str) -> Any:
     found: Any = GONE if base is None else base.__dict__[name]
     try:
         return found.__get__(owner) if type(found) in _SLOTS and not isinstance(owner, type) else found
-    except AttributeError:
+    except (AttributeError, ValueError):
         return GONE
 
 

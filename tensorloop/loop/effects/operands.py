@@ -21,8 +21,8 @@ _FRAME, _HEIGHT, _LOCALS, _WORD = 24, 64, 72, ctypes.sizeof(ctypes.c_void_p)
 _address, _int = ctypes.c_void_p.from_address, ctypes.c_int.from_address
 _WORDS = tuple(ctypes.c_void_p * n for n in range(300))  # a call has at most 255 arguments on the stack
 _HEIGHT_IS_WRITTEN = sys.version_info < (3, 12)  # later ones write it for some instructions alone: it is counted then
-_ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
-_ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
+ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
+ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
 _MOST_CODES = 4096
 _NO_PUSH = (
     "STORE_",
@@ -127,12 +127,17 @@ def _variables(code: CodeType) -> int:
 @by_code
 def heights(code: CodeType) -> dict[int, int]:
     """How many values are on the stack before each instruction: the same on every way there."""
+    begins = [(target, depth + lasti + 1) for _, _, target, depth, lasti in handlers(code)]
+    return reached(code, [(steps_of(code)[0].offset, 0), *begins])
+
+
+def reached(code: CodeType, begins: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """The instructions on the ways from some, given by (offset, height of the stack), and the stack's height there."""
     steps = steps_of(code)
     after = {a.offset: b.offset for a, b in itertools.pairwise(steps)}
     at = {i.offset: i for i in steps}
     found: dict[int, int] = {}
-    todo: list[tuple[int | None, int]] = [(steps[0].offset, 0)]
-    todo += [(target, depth + lasti + 1) for _, _, target, depth, lasti in handlers(code)]
+    todo: list[tuple[int | None, int]] = [*begins]
     while todo:
         offset, depth = todo.pop()
         while offset is not None and offset not in found:
@@ -140,7 +145,7 @@ def heights(code: CodeType) -> dict[int, int]:
             arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
             if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs:
                 todo.append((i.argval, depth + dis.stack_effect(i.opcode, arg, jump=True)))
-            if i.opname in _ENDS:
+            if i.opname in ENDS:
                 break
             depth += _effect(i, arg)
             offset = after.get(offset)
@@ -195,7 +200,7 @@ def producer(steps: Sequence[dis.Instruction], k: int, depth: int) -> tuple[int,
     """
     while (k := k - 1) >= 0:
         i = steps[k]
-        if steps[k + 1].is_jump_target or i.opname in _ENDS or i.opcode in dis.hasjrel:
+        if steps[k + 1].is_jump_target or i.opname in ENDS or i.opcode in dis.hasjrel:
             return None
         arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
         if i.opname in ("SWAP", "COPY"):
