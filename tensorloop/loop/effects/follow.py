@@ -113,8 +113,7 @@ def at_rest(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         sys.settrace(_here.tool)
     for judge in judges:
         judge.resting = True
-        if judge.kept is not None:
-            judge.kept.complete = False
+        judge.kept.complete = False
     try:
         return function(*args, **kwargs)
     finally:

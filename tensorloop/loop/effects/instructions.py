@@ -12,9 +12,9 @@ _IN_PLACE = words("add and floordiv lshift matmul mul mod or pow rshift sub true
 _IN_PLACE_FROM, _SUBSCRIPT = 13, 26  # arguments of BINARY_OP
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "PRECALL", "KW_NAMES"})
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
+_ATTRIBUTE = "LOAD_ATTR", "LOAD_METHOD"
 # Which method of `Judge` is asked, and of how many of the upper values it is told.
 _ALWAYS = {
-    "STORE_NAME": ("store_name", 1),
     "STORE_GLOBAL": ("store_global", 1),
     "DELETE_GLOBAL": ("delete_global", 0),
     "STORE_DEREF": ("store_deref", 1),
@@ -33,12 +33,11 @@ _ALWAYS = {
     **dict.fromkeys(("GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX"), ("iterates", 1)),
     **dict.fromkeys(("LIST_EXTEND", "SET_UPDATE"), ("iterates", 1)),
 }
-_OF_ATTRIBUTE = {"__dict__": ("gives_dict", 1), "__class__": ("asks_class", 1)}
 # The same of those that are asked only where it matters what a step reads.
 _READS = {
     "LOAD_GLOBAL": ("read_global", 0),
     **dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF"), ("read_deref", 0)),
-    **dict.fromkeys(("LOAD_ATTR", "LOAD_METHOD", "IMPORT_FROM"), ("read_attr", 1)),
+    **dict.fromkeys((*_ATTRIBUTE, "IMPORT_FROM"), ("read_attr", 1)),
     "LOAD_SUPER_ATTR": ("inherits", 3),
     "BINARY_SLICE": ("uses", 3),
     **dict.fromkeys(("COMPARE_OP", "BINARY_OP", "MATCH_KEYS", "FORMAT_WITH_SPEC", "FORMAT_VALUE"), ("uses", 2)),
@@ -109,13 +108,9 @@ def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | No
         return "reads_item", 2, not reads
     argument: Any = i.argval
     found: tuple[str, int] | None = _ALWAYS.get(name)
-    if name in ("LOAD_ATTR", "LOAD_METHOD"):
-        found = _OF_ATTRIBUTE.get(i.argval)
-    elif name == "STORE_NAME" and "__qualname__" in code.co_names and not code.co_flags & 2:
-        found = None  # of a class that is made
-    elif name == "BUILD_LIST" and is_compiled(code):  # torch.compile runs the collector, which then knows no ages
+    if name == "BUILD_LIST" and is_compiled(code):  # torch.compile runs the collector, which then knows no ages
         found = "makes", 0
-    if found is None and reads:
+    if found is None and (reads or (name in _ATTRIBUTE and i.argval in ("__dict__", "__class__"))):
         found = _READS.get(name) or (("uses", 1) if name.startswith(_ASKS_TRUTH) else None)
     if name.endswith("DEREF"):
         found, argument = found if i.argval in code.co_freevars else None, (i.arg, i.argval)

@@ -19,6 +19,7 @@ from tensorloop.loop.effects import known
 from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, checks_of
 from tensorloop.loop.effects.notes import ELEMENTS, GONE, Undone
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands, words
+from tensorloop.loop.effects.reads import NOBODY
 from tensorloop.loop.effects.stores import Effect as Effect
 from tensorloop.loop.effects.stores import Stores
 
@@ -30,6 +31,7 @@ _HARMLESS = frozenset(
         "_SpecialGenericAlias"
     )
 )
+_ATTRIBUTES = types.GetSetDescriptorType, types.MemberDescriptorType
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
 _ARGS, _KEYWORDS = 4, 8  # flags of codes that take *args and **kwargs
 _STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
@@ -58,9 +60,8 @@ class Judge(Stores):
             found = frame.f_locals.get(code.co_varnames[place])
             if type(found) is dict:
                 self.made.add(id(found))
-        if self.kept is not None:
-            self.kept.begins(frame)
-        return checks_of(code, self.notes is not None or self.kept is not None)
+        self.kept.begins(frame)
+        return checks_of(code, self.notes is not None or self.kept is not NOBODY)
 
     def before(self, frame: _Frame, check: InstructionCheck) -> None:
         """Asks before one instruction."""
@@ -120,13 +121,13 @@ class Judge(Stores):
                 return self.refuse(frame, f"hands on {f.__objclass__.__name__}.{f.__name__}")
             return self._of(frame, args[0], f.__name__, args[1:]) if args else None
         if known.in_python(kind, "__call__") or known.is_torchs(kind) or kind.__name__ in _HARMLESS:
-            if self.kept is not None:
-                self.kept.whole(f, kind.__name__ not in _HARMLESS)
+            self.kept.whole(f, kind.__name__ not in _HARMLESS)
             return self._arguments(frame, "", args) if self.notes is not None else None
         if kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
             return self._of_numpy(frame, f, args, names)
         if kind.__module__ == "operator" or kind.__name__ == "methodcaller":
-            return self._methodcaller(frame, f, args)
+            _, (name, *given) = f.__reduce__()
+            return self._of(frame, args[0], name, given) if args else None
         return self.refuse(frame, f"calls {_name_of(f)}, which may change what is outside")
 
     def _in_python(self, frame: _Frame, f: Any, args: list[Any]) -> None:
@@ -142,10 +143,8 @@ class Judge(Stores):
         if not known.is_trusted(module) or (args and _is_function(args[0])):
             return None
         self._torchs_state(frame, f"{module}.{name}()", name)
-        if self.kept is not None:  # tensors that torch is given show in its calls
-            of_torch = module.partition(".")[0] in ("torch", "tensorloop")
-            given = [x for x in args if isinstance(x, nn.Module)] if of_torch else args
-            self.kept.given("", given)
+        of_torch = module.partition(".")[0] in ("torch", "tensorloop")  # tensors that it is given show in its calls
+        self.kept.given("", [x for x in args if isinstance(x, nn.Module)] if of_torch else args)
         if name in known.OF_MODULES and args and isinstance(args[0], nn.Module) and not self.is_new(args[0]):
             same = name in ("train", "eval") and args[0].training is (name == "train" and all(args[1:]))
             if not same and not isinstance(args[0], (nn.ModuleList, nn.ModuleDict)):
@@ -162,26 +161,20 @@ class Judge(Stores):
         module, name = getattr(f, "__module__", None) or "", f.__name__
         if module == "builtins":
             return self._built_in(frame, name, args, names)
-        if module == "_io" and name == "open":
-            return self.refuse(frame, "calls open()")
         if module.partition(".")[0] == "torch":
             self._torchs_state(frame, f"{name}()", name)
             return self._arguments(frame, "", args) if self.notes is not None else None
-        if (
-            module.startswith(("numpy", "_operator", "_heapq", "_bisect", "_collections"))
-            and name in known.CHANGES_FIRST
-        ):
-            if name in known.TAKING:
-                self.reads(frame, args[0])
-            method = f"__{name}__" if module == "_operator" else "__setitem__"
-            if not self._as_instruction(frame, name, args):
-                self.changes(frame, args[0], "changes", method)
-            return None
         if module.startswith("numpy"):
             return self._of_numpy(frame, f, args, names)
+        if module.startswith(("_operator", "_heapq", "_bisect", "_collections")) and name in known.CHANGES_FIRST:
+            if name in known.TAKING:
+                self.reads(frame, args[0])
+            if not self._as_instruction(frame, name, args):
+                self.changes(frame, args[0], "changes", f"__{name}__" if module == "_operator" else "__setitem__")
+            return None
         if known.is_pure(module, name):
             return self._arguments(frame, name, args)
-        return self.refuse(frame, f"calls {module}.{name}()")
+        return self.refuse(frame, f"calls {name if name in known.OUTSIDE else f'{module}.{name}'}()")
 
     def _built_in(self, frame: _Frame, name: str, args: list[Any], names: tuple[str, ...]) -> None:
         if name in ("setattr", "delattr", "next") and not args:
@@ -193,14 +186,13 @@ class Judge(Stores):
             return None if given.get("file") is None else self._of(frame, given["file"], "write", [])
         if name in known.OUTSIDE:
             return self.refuse(frame, f"calls {name}()")
-        if name in ("globals", "eval", "dir", "vars", "locals") and self.kept is not None:
-            self.kept.complete = False
+        self.kept.complete &= name not in ("globals", "eval", "dir", "vars", "locals")
         if name in ("isinstance", "issubclass") and len(args) > 1:
             self.number(frame, args[0], args[1])
         elif name == "vars" and args:
             self.note_dict(args[0])
-        if name == "iter":
-            self.makes(frame) if args and not hasattr(type(args[0]), "__next__") else None
+        elif name == "iter" and args and not hasattr(type(args[0]), "__next__"):
+            self.makes(frame)
         return self._arguments(frame, name, args)
 
     def _as_instruction(self, frame: _Frame, name: str, args: list[Any]) -> bool:
@@ -210,15 +202,24 @@ class Judge(Stores):
             self.attribute(frame, args[0], args[1], args[2] if n > 2 else GONE)
         elif name in ("setitem", "__setitem__") and n == 3:
             self.item(frame, *args)
-        elif name in ("getattr", "hasattr", "__getattribute__") and n > 1:
-            if args[1] == "__dict__":
-                self.note_dict(args[0])
-            if type(args[1]) is str:
-                self.attribute_read(frame, args[0], args[1])
-            return False
+        elif name == "requires_grad_" and isinstance(args[0], Tensor):
+            self.attribute(frame, args[0], "requires_grad", args[1] if n > 1 else True)
+        elif name in ("__set__", "__delete__") and type(args[0]) in _ATTRIBUTES:
+            self.attribute(frame, args[1], args[0].__name__, args[2] if n > 2 else GONE)
         else:
+            if name in ("getattr", "hasattr", "__getattribute__") and n > 1 and type(args[1]) is str:
+                self.read_attr(frame, args[1], args[0])
             return False
         return True
+
+    def read_attr(self, frame: _Frame, name: str, owner: Any) -> None:
+        """Judges LOAD_ATTR."""
+        if name == "__class__":
+            self.number(frame, owner, None)
+        elif name == "__dict__":
+            self.note_dict(owner)
+        else:
+            self.attribute_read(frame, owner, name)
 
     def _of_numpy(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:
         """A function of NumPy's: it may write to what it is given as `out`."""
@@ -233,24 +234,18 @@ class Judge(Stores):
             self.makes(frame)
         self._arguments(frame, "", args)
 
-    def _methodcaller(self, frame: _Frame, f: Any, args: list[Any]) -> None:
-        _, (name, *given) = f.__reduce__()
-        if args:
-            self._of(frame, args[0], name, given)
-
     def _makes_one(self, frame: _Frame, kind: Any, args: list[Any]) -> None:
         """An object of a class is made: it may take from iterators."""
         if kind is type and len(args) == 1:
             self.number(frame, args[0], None)
         elif not known.is_torchs(kind):
-            if kind.__name__ in known.MAKERS:
-                self.makes(frame)
             self._arguments(frame, kind.__name__, args)
 
     def _arguments(self, frame: _Frame, name: str, args: list[Any]) -> None:
         """What a function in C is given: read, taken from where it is an iterator, called where it calls."""
-        if self.kept is not None:
-            self.kept.given(name, args)
+        self.kept.given(name, args)
+        if name in known.MAKERS:
+            self.makes(frame)
         for x in args:
             self.taken(frame, x) if name else self.reads(frame, x)
             if name in known.CALLING:
@@ -265,20 +260,15 @@ class Judge(Stores):
         kind = type(owner)
         if self._as_instruction(frame, name, [owner, *args]):
             return None
-        if name == "requires_grad_" and isinstance(owner, Tensor):
-            return self.attribute(frame, owner, "requires_grad", args[0] if args else True)
-        if isinstance(owner, Tensor) and name in known.PLACES:
-            self.memory(frame, owner)
         if isinstance(owner, Tensor):
+            if name in known.PLACES:
+                self.memory(frame, owner)
             return self._arguments(frame, "", args) if self.notes is not None else None
-        if self.kept is not None and not (self.notes is not None and name in known.WRITES):
+        if not (self.notes is not None and name in known.WRITES):
             self.kept.given(name, [owner])
-        if isinstance(owner, type):
-            if (owner.__module__ or "").partition(".")[0] == "torch" or _is_function(owner):
-                return None
-            if name in known.MAKERS:
-                self.makes(frame)
-            return self._arguments(frame, name, args)  # dict.fromkeys, int.from_bytes
+        if isinstance(owner, type):  # dict.fromkeys, int.from_bytes
+            of_torch = (owner.__module__ or "").partition(".")[0] == "torch" or _is_function(owner)
+            return None if of_torch else self._arguments(frame, name, args)
         if known.is_torchs(kind):
             if isinstance(owner, torch.Generator):
                 users = name in known.SEEDS and owner is not torch.default_generator
@@ -286,8 +276,6 @@ class Judge(Stores):
                     self.generators[id(owner)] = owner, owner.get_state()
                 self._torchs_state(frame, f"{name}() of a torch.Generator", name)
             return None
-        if kind in (types.GetSetDescriptorType, types.MemberDescriptorType) and name != "__get__":
-            return self.attribute(frame, args[0], owner.__name__, args[1] if len(args) > 1 else GONE)
         if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
             return self._arguments(frame, name, args)
         writes = self.notes is not None and name in known.WRITES
@@ -297,8 +285,6 @@ class Judge(Stores):
             return self.context(frame, owner, name)
         if known.reads(kind, name):
             self.reads(frame, owner)
-            if name in known.MAKERS:
-                self.makes(frame)
             return self._arguments(frame, name, args)
         if kind.__module__ == "numpy":
             if name in known.CHANGING_ARRAYS and not self.is_new(owner):
@@ -314,14 +300,9 @@ class Judge(Stores):
 
     # -- types
 
-    def asks_class(self, frame: _Frame, _: Any, x: Any) -> None:
-        """Judges that `__class__` is asked for."""
-        self.number(frame, x, None)
-
     def is_class(self, frame: _Frame, _: Any, subject: Any, kind: Any, names: Any) -> None:
         """Judges MATCH_CLASS."""
-        if self.kept is not None:  # attributes of it are read
-            self.kept.complete &= isinstance(subject, known.PLAIN) or self.is_new(subject)
+        self.kept.complete &= isinstance(subject, known.PLAIN) or self.is_new(subject)  # attributes of it are read
         self.number(frame, subject, kind)
 
     def number(self, frame: _Frame, x: Any, kind: Any) -> None:
@@ -350,8 +331,7 @@ class Judge(Stores):
 
     def identity(self, frame: _Frame, _: Any, a: Any, b: Any) -> None:
         """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
-        if self.kept is not None:
-            self.kept.compared(a, b)
+        self.kept.compared(a, b)
         plain = any(type(x) in (bool, type(None)) for x in (a, b))
         if not plain and any(_stands_for(x) is not None for x in (a, b)):
             self.refuse(frame, "asks whether a number that the loop gives is the same object")

@@ -101,7 +101,7 @@ CALLING = frozenset(
     )
 )
 # Calls whose result is new, though the collector does not see it.
-MAKERS = frozenset(words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype iter"))
+MAKERS = frozenset(words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype"))
 
 PLACES = frozenset({"data_ptr", "untyped_storage", "is_set_to", "_is_alias_of"})  # what says where a tensor lies
 SEEDS = frozenset(words("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset"))

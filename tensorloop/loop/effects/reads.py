@@ -352,6 +352,23 @@ class Reads:
                     self._know_codes(inner)
 
 
+class _Nobody:
+    """Notes nothing, for a step of which nobody asks what it reads."""
+
+    complete = True
+    is_new: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return _note_nothing
+
+
+def _note_nothing(*args: Any) -> None:
+    pass
+
+
+NOBODY: Any = _Nobody()
+
+
 def _runs(x: Any, code: CodeType) -> bool:
     """Whether a method or a property runs a code."""
     return getattr(getattr(x, "fget", None) or getattr(x, "__func__", x), "__code__", None) is code

@@ -25,7 +25,7 @@ from tensorloop.loop.effects.caught import is_made_above
 from tensorloop.loop.effects.fetches import attribute
 from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, StepNotes, Ways, class_with, contents, home
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, said
-from tensorloop.loop.effects.reads import Reads
+from tensorloop.loop.effects.reads import NOBODY, Reads
 
 _MOST_YOUNG = 2048  # objects among which those of a step are looked for first
 _Frame = types.FrameType
@@ -59,7 +59,7 @@ class Stores:
         given: Iterable[Any] = (),
         kept: Reads | None = None,
     ) -> None:
-        self.notes, self.paths, self.kept = notes, paths, kept
+        self.notes, self.paths, self.kept = notes, paths, NOBODY if kept is None else kept
         self.resting = False  # whether what runs is said to have no effects
         self.seen: Effect | None = None
         self.raised: set[int] = set()  # by id: an exception holds frames, and those the step's tensors
@@ -81,16 +81,14 @@ class Stores:
             gc.disable()
             sys.unraisablehook = _say_unless_refused
         _COUNTED["n"] += 1
-        if kept is not None:
-            kept.is_new = self.is_new
+        self.kept.is_new = self.is_new
         self._mark: Any = []  # tracked: all behind it is new
 
     def end(self) -> None:
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
         self.finish()
         self.begun, self._older_dicts, self._young, self._mark, self.given_here = {}, {}, None, None, ()
-        if self.kept is not None:
-            self.kept.is_new = None
+        self.kept.is_new = None
         if self.seen is not None:
             self.seen.__traceback__ = None
         _COUNTED["n"] -= 1
@@ -168,15 +166,6 @@ class Stores:
         ):
             return
         self.refuse(frame, what, was is None or was is GONE)
-
-    def store_name(self, frame: _Frame, name: str, value: Any) -> None:
-        """Judges STORE_NAME, of code that is executed."""
-        if frame.f_back is not None and known.is_trusted(known.module_of(frame.f_back)):
-            return  # what a library executes, as dataclasses do
-        if frame.f_locals is frame.f_globals:
-            self.store_global(frame, name, value)
-        elif not self.is_new(frame.f_locals):
-            self.refuse(frame, f"sets {name} where code is executed")
 
     def store_global(self, frame: _Frame, name: str, value: Any) -> None:
         """Judges STORE_GLOBAL."""
@@ -286,8 +275,8 @@ class Stores:
 
     def reads(self, frame: _Frame, x: Any, name: Any = SOME, what: str = "") -> None:
         """Judges that a value is read that a step may have written: by default, all elements of a container."""
-        if not what and name is SOME and (kept := self._noting(x, SOME)) is not None:
-            kept.whole(x)
+        if not what and name is SOME:
+            self._noting(x, SOME).whole(x)
         if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, *(() if what else (Tensor,)))):
             return
         while type(x) is memoryview:
@@ -297,31 +286,24 @@ class Stores:
             said_so = what or f"a {type(x).__name__}"
             self.refuse(frame, f"reads {said_so} to which an earlier step has written")
 
-    def _noting(self, owner: Any, name: Any) -> Reads | None:
+    def _noting(self, owner: Any, name: Any) -> Any:
         """Who notes that something is read; nobody where the step at hand has written it."""
-        return None if self.notes is not None and self.notes.sets(owner, name) else self.kept
+        return NOBODY if self.notes is not None and self.notes.sets(owner, name) else self.kept
 
     def read_global(self, frame: _Frame, name: str) -> None:
         """Judges LOAD_GLOBAL."""
-        if (kept := self._noting(frame.f_globals, name)) is not None:
-            kept.of_globals(frame, name)
+        self._noting(frame.f_globals, name).of_globals(frame, name)
         self.reads(frame, frame.f_globals, name, f"the global {name}")
 
     def read_deref(self, frame: _Frame, at: tuple[int, str]) -> None:
         """Judges LOAD_DEREF."""
         found = cell(frame, at[0])
-        if (kept := self._noting(found, CONTENTS)) is not None:
-            kept.variable(frame, at[1], found)
+        self._noting(found, CONTENTS).variable(frame, at[1], found)
         self.reads(frame, found, CONTENTS, f"{at[1]}, a variable of its closure,")
-
-    def read_attr(self, frame: _Frame, name: str, owner: Any) -> None:
-        """Judges LOAD_ATTR."""
-        self.attribute_read(frame, owner, name)
 
     def attribute_read(self, frame: _Frame, owner: Any, name: str) -> None:
         """Judges that an attribute is read, which may be the object's or its class's."""
-        if (kept := self._noting(*home(owner, name))) is not None:
-            kept.attribute(owner, name)
+        self._noting(*home(owner, name)).attribute(owner, name)
         if self.notes is None:
             return
         kind, held = type(owner), known.dict_of(owner)
@@ -339,8 +321,7 @@ class Stores:
 
     def inherits(self, frame: _Frame, name: str, _: Any, kind: Any, owner: Any) -> None:
         """Judges LOAD_SUPER_ATTR."""
-        if self.kept is not None:
-            self.kept.inherited(kind, owner, name)
+        self.kept.inherited(kind, owner, name)
 
     def uses(self, frame: _Frame, _: Any, *values: Any) -> None:
         """Judges that values are read."""
@@ -353,9 +334,8 @@ class Stores:
         if makes and not self.is_new(container):
             what = "makes an item of a defaultdict from outside by reading it"
             self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
-        kept = self._noting(container, key if type(container) is dict and _is_plain(key) else ELEMENTS)
-        if kept is not None:
-            kept.item(container, key)
+        of_it = key if type(container) is dict and _is_plain(key) else ELEMENTS
+        self._noting(container, of_it).item(container, key)
         if not counted:
             self.reads(frame, container, key if _is_plain(key) else SOME)
 
@@ -379,14 +359,10 @@ class Stores:
         if hasattr(kind, "__next__") and not known.in_python(kind, "__next__") and not self.is_new(x):
             self.refuse(frame, f"takes the next of a {kind.__name__} from outside")
 
-    def gives_dict(self, frame: _Frame, _: Any, owner: Any) -> None:
-        """Judges that `__dict__` is asked for."""
-        self.note_dict(owner)
-
     def note_dict(self, owner: Any) -> None:
         """Before `owner.__dict__`: it is as old as its owner."""
         found = known.dict_of(owner)
-        if self.kept is not None and not self.is_new(owner):
+        if not self.is_new(owner):
             self.kept.all_attributes(owner)
         if type(found) is dict and id(found) not in self.carried:
             if self.is_new(owner):
