@@ -46,7 +46,10 @@ _here = _FollowedHere()
 
 
 class following:
-    """The user's code that runs inside is followed. No generator: to a coverage tool it would return twice."""
+    """The user's code that runs inside is followed; once it has had an effect, no error comes out.
+
+    No generator: to a coverage tool it would return twice.
+    """
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
@@ -54,8 +57,10 @@ class following:
     def __enter__(self) -> None:
         self._state = start(self._judge)
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: Any) -> bool:
         stop(self._state)
+        self._judge.finish()
+        return self._judge.seen is not None
 
 
 def without_effects(step: Callable[..., R], *given: Any) -> R:
@@ -68,6 +73,8 @@ def without_effects(step: Callable[..., R], *given: Any) -> R:
     finally:
         judge.end()
         notes.undo()
+    assert judge.seen is not None
+    raise judge.seen
 
 
 def rests(function: Any) -> bool:

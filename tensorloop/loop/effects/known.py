@@ -283,9 +283,15 @@ def is_torchs(kind: Any) -> bool:
     return module.partition(".")[0] in ("torch", "tensorloop") and is_trusted(module)
 
 
-def of_type(kind: type, name: str) -> Any:
+def class_with(kind: type, name: str) -> type | None:
+    """The class of which an attribute is."""
+    return next((base for base in kind.__mro__ if name in base.__dict__), None)
+
+
+def of_type(kind: type, name: str, default: Any = None) -> Any:
     """An attribute of a type, as it stands in its class."""
-    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
+    base = class_with(kind, name)
+    return default if base is None else base.__dict__[name]
 
 
 def dict_of(x: Any) -> Any:

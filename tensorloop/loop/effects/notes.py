@@ -205,17 +205,10 @@ def contents(variable: Any) -> Any:
         return GONE
 
 
-def class_with(kind: type, name: str) -> type | None:
-    """The class of which an attribute is."""
-    return next((base for base in kind.__mro__ if name in base.__dict__), None)
-
-
 def of_class(owner: Any, name: str) -> Any:
     """What stands in a slot, or else in the class."""
-    base = class_with(owner if isinstance(owner, type) else type(owner), name)
-    if base is None and isinstance(owner, type):
-        base = class_with(type(owner), name)
-    found: Any = GONE if base is None else base.__dict__[name]
+    kind = owner if isinstance(owner, type) and known.class_with(owner, name) else type(owner)
+    found = known.of_type(kind, name, GONE)
     try:
         return found.__get__(owner) if type(found) in _SLOTS and not isinstance(owner, type) else found
     except (AttributeError, ValueError):

@@ -23,7 +23,7 @@ from tensorloop._common.user_line import UserLine
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.caught import is_made_above
 from tensorloop.loop.effects.fetches import attribute
-from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, StepNotes, Ways, class_with, contents, home
+from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, StepNotes, Ways, contents, home
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, said
 from tensorloop.loop.effects.reads import NOBODY, Reads
 
@@ -315,7 +315,7 @@ class Stores:
                 self.refuse(frame, f"reads {what} of a {kind.__name__}, which an earlier step has changed")
             return
         self.reads(frame, *home(owner, name), what)
-        base = class_with(owner if isinstance(owner, type) else kind, name)
+        base = known.class_with(owner if isinstance(owner, type) else kind, name)
         if base is not None and base is not owner:
             self.reads(frame, base, name, what)
 
