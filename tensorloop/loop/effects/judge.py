@@ -106,6 +106,7 @@ class Judge(Stores):
         if kind is functools._lru_cache_wrapper:  # its function is followed, and a kept result is what that gave
             if isinstance(self.notes, Undone):
                 self.refuse(frame, f"calls {_name_of(f)}, which keeps it")
+            self.cached.add(id(getattr(f.__wrapped__, "__code__", None)))
             return None
         if isinstance(f, type):
             return self._makes_one(frame, f, args)

@@ -124,10 +124,19 @@ class Asked(StepNotes):
 
     writers = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._filled = set[Any]()  # what a cached property has kept, which code does that is not followed
+
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
         right = self.writers and (id(owner), name) not in self._read and _can_be_undone(owner, name)
-        return right and super().writes(owner, name, was, anew)
+        return right and super().writes(owner, name, GONE if (id(owner), name) in self._filled else was, anew)
+
+    def fills_if_missing(self, held: dict[str, Any], name: str) -> None:
+        """An object's cached property is read: what had not been there is not there again when this is undone."""
+        if name not in held:
+            self._filled.add((id(held), name))
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
@@ -148,6 +157,7 @@ class Asked(StepNotes):
     def keep(self) -> None:
         """What has been written so far is done."""
         self._before.clear()
+        self._filled.clear()
 
 
 def _can_be_undone(owner: Any, name: Any) -> bool:

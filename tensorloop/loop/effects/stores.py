@@ -7,6 +7,7 @@ it was seen. All else counts as older: that refuses more than it must, and nothi
 """
 
 import collections
+import functools
 import gc
 import sys
 import types
@@ -23,7 +24,7 @@ from tensorloop._common.user_line import UserLine
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.caught import is_made_above
 from tensorloop.loop.effects.fetches import attribute
-from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, StepNotes, Ways, contents, home
+from tensorloop.loop.effects.notes import CONTENTS, ELEMENTS, GONE, SOME, Asked, StepNotes, Ways, contents, home
 from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, said
 from tensorloop.loop.effects.reads import NOBODY, Reads
 
@@ -69,6 +70,7 @@ class Stores:
         self.carried = set[int]()  # `__dict__`s of objects whose attributes are in a carry, by id
         self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
+        self.cached = set[int]()  # codes of functions whose results an `lru_cache` keeps, by id
         self._contexts = dict[int, tuple[ContextVar[Any], Any, Any, Effect]]()  # those set, as they were
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
         self._young: set[int] | None = None
@@ -161,11 +163,16 @@ class Stores:
         if (
             self.notes is not None
             and owner is not UNKNOWN
+            and not self._is_done_once(frame)
             and self.notes.writes(owner, name, was, anew=not self._counts)
             and (type(owner) is not dict or self.notes.writes(owner, SOME, was))
         ):
             return
         self.refuse(frame, what, was is None or was is GONE)
+
+    def _is_done_once(self, frame: _Frame) -> bool:
+        """Whether a condition that is asked again would not do this again: a cache keeps what came of it."""
+        return isinstance(self.notes, Asked) and any(id(x.f_code) in self.cached for x in known.above(frame))
 
     def store_global(self, frame: _Frame, name: str, value: Any) -> None:
         """Judges STORE_GLOBAL."""
@@ -309,6 +316,8 @@ class Stores:
         kind, held = type(owner), known.dict_of(owner)
         if isinstance(owner, Tensor) and name not in held and name != "requires_grad":
             return
+        if isinstance(self.notes, Asked) and type(known.of_type(kind, name)) is functools.cached_property:
+            self.notes.fills_if_missing(held, name)
         what = f"the attribute {name}"
         if type(held) is dict and name in held and known.only_writes(kind.__module__) and not self.is_new(owner):
             if not _same(self.notes.keep_all(held).get(name), held[name]):
