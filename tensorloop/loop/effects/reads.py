@@ -359,11 +359,7 @@ class _Nobody:
     is_new: Any = None
 
     def __getattr__(self, name: str) -> Any:
-        return _note_nothing
-
-
-def _note_nothing(*args: Any) -> None:
-    pass
+        return lambda *_: None
 
 
 NOBODY: Any = _Nobody()
