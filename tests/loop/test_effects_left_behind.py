@@ -275,3 +275,54 @@ def test_a_cache_keeps_nothing_of_a_step_without_numbers() -> None:
         tl.scan(body, torch.ones(3), torch.empty(0, 3))
     assert type(mask(3)) is Tensor
     assert mask(3).sum().item() == 3
+
+
+class Kept:
+    n = 0
+
+    @functools.cached_property
+    def number(self) -> int:
+        Kept.n += 1
+        return Kept.n
+
+
+def asked_by_a_cache(kept: Kept, calls: list[int]) -> Callable[[Any], Any]:
+    @functools.lru_cache(None)
+    def limit(k: int) -> int:
+        calls[0] += 1
+        return calls[0]
+
+    return lambda c: c[0] + limit(calls[0]) < 9
+
+
+def asked_and_forgotten(kept: Kept, calls: list[int]) -> Callable[[Any], Any]:
+    def cond(c: Any) -> Tensor:
+        number = kept.number
+        del kept.number
+        return c[0] + number < 9
+
+    return cond
+
+
+@pytest.mark.eager_only("it asks for the loops itself", run=False)
+@pytest.mark.filterwarnings("ignore:while_loop. not compiled")
+@pytest.mark.parametrize("made", [asked_by_a_cache, asked_and_forgotten])
+def test_a_condition_that_counts_behind_a_cache_counts_as_in_the_eager_loop(made: Any) -> None:
+    found = list[Any]()
+    for compiles in (False, True):
+        Kept.n, calls, kept = 0, [0], Kept()
+        carry = tl.while_loop(made(kept, calls), lambda c: c + 1, torch.zeros(2), compile=compiles)
+        found.append((carry.tolist(), calls, Kept.n, vars(kept)))
+    assert found[0] == found[1]
+
+
+@pytest.mark.eager_only("it asks for the loop itself", run=False)
+def test_a_cached_property_of_a_condition_compiles() -> None:
+    class Limit:
+        @functools.cached_property
+        def steps(self) -> int:
+            return 5
+
+    limit = Limit()
+    found = tl.while_loop(lambda c: c[0] < limit.steps, lambda c: c + 1, torch.zeros(2), compile="strict")
+    assert found.tolist() == [5, 5]

@@ -74,18 +74,8 @@ class _Comparison:
         return (
             self.same((a.__defaults__, a.__kwdefaults__), (b.__defaults__, b.__kwdefaults__))
             and self.same(*cells)
-            and (a.__globals__ is b.__globals__ or self._globals(a, b))
+            and a.__globals__ is b.__globals__
         )
-
-    def _globals(self, a: FunctionType, b: FunctionType) -> bool:
-        """Of two modules: whether what the code may read there is the same."""
-        names = _names(a.__code__)
-        return self.same(*({name: x.__globals__[name] for name in names & x.__globals__.keys()} for x in (a, b)))
-
-
-def _names(code: CodeType) -> set[str]:
-    inner = (x for x in code.co_consts if isinstance(x, CodeType))
-    return set(code.co_names).union(*map(_names, inner))
 
 
 def _same_code(a: CodeType, b: CodeType) -> bool:

@@ -44,11 +44,12 @@ def may_fail(func: Any, args: Any) -> bool:
 
 def caught_at() -> UserLine | None:
     """The user's line that runs now and would catch an error there; None where it would come out of the step."""
-    frame: types.FrameType | None = sys._getframe(1)
-    while frame is not None and not known.module_of(frame).startswith(_CALL_BODIES):
-        if not known.is_trusted(known.module_of(frame)) and _catches(frame):
+    for frame in known.above(sys._getframe(1)):
+        module = known.module_of(frame)
+        if module.startswith(_CALL_BODIES):
+            return None
+        if not known.is_trusted(module) and _catches(frame):
             return frame.f_code.co_filename, frame.f_lineno
-        frame = frame.f_back
     return None
 
 
@@ -72,9 +73,9 @@ def _may_suppress(leave: Any) -> bool:
 
 def is_made_above(frame: types.FrameType, name: str) -> bool:
     """Whether a variable of a closure belongs to a function that runs further up, within the step."""
-    outer = frame.f_back
-    while outer is not None and not known.module_of(outer).startswith("tensorloop."):
+    for outer in known.above(frame.f_back):
+        if known.module_of(outer).startswith("tensorloop."):
+            return False
         if name in outer.f_code.co_cellvars and frame.f_code in outer.f_code.co_consts:
             return True
-        outer = outer.f_back
     return False

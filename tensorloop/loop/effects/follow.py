@@ -46,7 +46,10 @@ _here = _FollowedHere()
 
 
 class following:
-    """The user's code that runs inside is followed. No generator: to a coverage tool it would return twice."""
+    """The user's code that runs inside is followed; once it has had an effect, no error comes out.
+
+    No generator: to a coverage tool it would return twice.
+    """
 
     def __init__(self, judge: Judge) -> None:
         self._judge = judge
@@ -54,8 +57,10 @@ class following:
     def __enter__(self) -> None:
         self._state = start(self._judge)
 
-    def __exit__(self, *raised: Any) -> None:
+    def __exit__(self, *raised: Any) -> bool:
         stop(self._state)
+        self._judge.finish()
+        return self._judge.seen is not None
 
 
 def without_effects(step: Callable[..., R], *given: Any) -> R:
@@ -68,6 +73,8 @@ def without_effects(step: Callable[..., R], *given: Any) -> R:
     finally:
         judge.end()
         notes.undo()
+    assert judge.seen is not None
+    raise judge.seen
 
 
 def rests(function: Any) -> bool:
@@ -113,8 +120,7 @@ def at_rest(function: Callable[..., R], *args: Any, **kwargs: Any) -> R:
         sys.settrace(_here.tool)
     for judge in judges:
         judge.resting = True
-        if judge.kept is not None:
-            judge.kept.complete = False
+        judge.kept.complete = False
     try:
         return function(*args, **kwargs)
     finally:
@@ -187,8 +193,7 @@ def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
         _here.told.append((frame, follower))
         follower.tool = _tell(tool, frame, event, arg)
         return follower.local_of_tool
-    one = len(followed) == 1 and followed[0][0].paths is None
-    frame.f_trace = follower.local if one else follower.local_of_all
+    frame.f_trace = follower.local
     return frame.f_trace
 
 
@@ -196,25 +201,14 @@ def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
 class _FrameFollower:
     """Follows one frame, by its method `local`: a closure would hold itself."""
 
-    __slots__ = ("before", "check_at", "followed", "raised", "tool")
+    __slots__ = ("followed", "tool")
 
     def __init__(self, followed: _Followed) -> None:
         self.tool: Any = None  # what the tool that was there before wants to be told by
         self.followed = followed
-        for judge, table in followed[:1]:
-            self.before, self.check_at, self.raised = judge.before, table.get, judge.raised
 
     def local(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Of a step that is followed by one judge, on every path. 3.11 goes on with a function that returns None."""
-        if event == "opcode":
-            check = self.check_at(frame.f_lasti)
-            if check is not None:
-                self.before(frame, check)
-        elif event == "exception":
-            self.raised.add(id(arg[1]))
-
-    def local_of_all(self, frame: FrameType, event: str, arg: Any) -> None:
-        """Of any."""
+        """Where there is no tool. 3.11 goes on with a function that returns None."""
         if event == "opcode":
             _before(self.followed, frame, frame.f_lasti)
         elif event == "exception":
@@ -225,7 +219,7 @@ class _FrameFollower:
         """Where there is a tool, too, which may have set another function for the frame."""
         at = next((k for k, (known_to_run, _) in enumerate(_here.told) if known_to_run is frame), None)
         try:
-            self.local_of_all(frame, event, arg)
+            self.local(frame, event, arg)
         except BaseException:
             _tell_returns(at)  # for Python traces a frame no longer whose function has raised
             raise

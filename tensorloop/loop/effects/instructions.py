@@ -1,41 +1,57 @@
 """Which instructions of a code are checked, and how: those that may store, call, or read what was stored."""
 
 import dis
+import sys
 from types import CodeType
 from typing import Any, NamedTuple
 
 from tensorloop.loop.effects.known import is_compiled
-from tensorloop.loop.effects.operands import by_code, handlers, steps_of, words
+from tensorloop.loop.effects.operands import ENDS, by_code, handlers, reached, steps_of, words
 
 _IN_PLACE = words("add and floordiv lshift matmul mul mod or pow rshift sub truediv xor")
-_ITERATES = frozenset({"GET_ITER", "UNPACK_SEQUENCE", "UNPACK_EX", "LIST_EXTEND", "SET_UPDATE", "GET_YIELD_FROM_ITER"})
-_MAKES_DICT = frozenset({"BUILD_MAP", "BUILD_CONST_KEY_MAP"})
-_CALLS = {"CALL": "call", "CALL_KW": "call_kw", "CALL_FUNCTION_EX": "call_ex"}
-_STORES = {
-    "STORE_GLOBAL": "store_global",
-    "DELETE_GLOBAL": "delete_global",
-    "STORE_ATTR": "store_attr",
-    "DELETE_ATTR": "delete_attr",
-    "STORE_SUBSCR": "store_item",
-    "DELETE_SUBSCR": "delete_item",
-    "STORE_SLICE": "store_slice",
+_IN_PLACE_FROM, _SUBSCRIPT = 13, 26  # arguments of BINARY_OP
+_SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "PRECALL", "KW_NAMES"})
+_CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})
+_ATTRIBUTE = "LOAD_ATTR", "LOAD_METHOD"
+# Which method of `Judge` is asked, and of how many of the upper values it is told.
+_ALWAYS = {
+    "STORE_GLOBAL": ("store_global", 1),
+    "DELETE_GLOBAL": ("delete_global", 0),
+    "STORE_DEREF": ("store_deref", 1),
+    "STORE_ATTR": ("store_attr", 2),
+    "DELETE_ATTR": ("store_attr", 1),
+    "STORE_SUBSCR": ("store_item", 3),
+    "DELETE_SUBSCR": ("delete_item", 2),
+    "STORE_SLICE": ("store_slice", 4),
+    "BUILD_MAP": ("makes", 0),
+    "BUILD_CONST_KEY_MAP": ("makes", 0),
+    "BINARY_SUBSCR": ("reads_item", 2),
+    "CONTAINS_OP": ("contains", 2),
+    "IS_OP": ("identity", 2),
+    "MATCH_CLASS": ("is_class", 3),
+    **dict.fromkeys(("BEFORE_WITH", "LOAD_SPECIAL"), ("enters", 1)),
+    **dict.fromkeys(("GET_ITER", "GET_YIELD_FROM_ITER", "UNPACK_SEQUENCE", "UNPACK_EX"), ("iterates", 1)),
+    **dict.fromkeys(("LIST_EXTEND", "SET_UPDATE"), ("iterates", 1)),
 }
-# Those that read what they are given, and how many values that is.
-_USES = {"COMPARE_OP": 2, "BINARY_OP": 2, "BINARY_SLICE": 3, "MATCH_KEYS": 2, "MATCH_MAPPING": 1, "MATCH_SEQUENCE": 1}
-_USES |= dict.fromkeys(("DICT_MERGE", "DICT_UPDATE", "FORMAT_SIMPLE", "CONVERT_VALUE", "GET_LEN"), 1)
-_USES |= {"FORMAT_WITH_SPEC": 2, "FORMAT_VALUE": 2}
-_PUSHES_EXCEPTION = "PUSH_EXC_INFO"
-
-
-def _makes(code: CodeType) -> frozenset[str]:
-    """Instructions whose results are noted as new: torch.compile runs the collector, which then knows no ages."""
-    return _MAKES_DICT | {"BUILD_LIST"} if is_compiled(code) else _MAKES_DICT
+# The same of those that are asked only where it matters what a step reads.
+_READS = {
+    "LOAD_GLOBAL": ("read_global", 0),
+    **dict.fromkeys(("LOAD_DEREF", "LOAD_CLASSDEREF"), ("read_deref", 0)),
+    **dict.fromkeys((*_ATTRIBUTE, "IMPORT_FROM"), ("read_attr", 1)),
+    "LOAD_SUPER_ATTR": ("inherits", 3),
+    "BINARY_SLICE": ("uses", 3),
+    **dict.fromkeys(("COMPARE_OP", "BINARY_OP", "MATCH_KEYS", "FORMAT_WITH_SPEC", "FORMAT_VALUE"), ("uses", 2)),
+    **dict.fromkeys(("MATCH_MAPPING", "MATCH_SEQUENCE", "DICT_MERGE", "DICT_UPDATE", "GET_LEN"), ("uses", 1)),
+    **dict.fromkeys(("FORMAT_SIMPLE", "CONVERT_VALUE"), ("uses", 1)),
+}
+_ASKS_TRUTH = ("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF")
 
 
 class InstructionCheck(NamedTuple):
-    """What is asked before an instruction: a method of `Judge` and its argument."""
+    """What is asked before an instruction: a method of `Judge`, with an argument and the upper n values."""
 
     method: str | None
+    n: int
     argument: Any
     after_maker: bool  # whether the value on top is new
     counts: bool  # whether it stores what was counted on from there, as `+=` does
@@ -47,19 +63,18 @@ def checks_of(code: CodeType, reads: bool) -> dict[int, InstructionCheck]:
     table, follows, keywords = dict[int, InstructionCheck](), False, ()
     counted = set[int]()  # where what is counted on is stored
     for k, i in enumerate(steps_of(code)):
-        if i.opname in ("CACHE", "EXTENDED_ARG", "PRECALL"):
-            continue
         if i.opname == "KW_NAMES":
             keywords = i.argval if isinstance(i.argval, tuple) else code.co_consts[i.arg or 0]
+        if i.opname in _SKIPPED:
             continue
         end = _counts(steps_of(code), k) if reads else None
         counted.add(-1 if end is None else end)
-        method, argument = _check_of(code, i, reads and end is None)
-        if method == "call":
-            argument, keywords = (i.arg, keywords), ()
+        method, n, argument = _check_of(code, i, reads and end is None)
+        if i.opname == "CALL":
+            argument, keywords = keywords, ()
         if method is not None or follows:
-            table[i.offset] = InstructionCheck(method, argument, follows, i.offset in counted)
-        follows = i.opname in _makes(code) or i.opname in _CALLS
+            table[i.offset] = InstructionCheck(method, n, argument, follows, i.offset in counted)
+        follows = method == "makes" or i.opname in _CALLS
     return table
 
 
@@ -70,59 +85,36 @@ def _counts(steps: tuple[dis.Instruction, ...], k: int) -> int | None:
     counts = (
         len(rest) > 2
         and rest[0].opname in ("LOAD_CONST", "LOAD_SMALL_INT", "LOAD_FAST", "LOAD_FAST_BORROW")
-        and rest[1].opname == "BINARY_OP"
-        and 13 <= (rest[1].arg or 0) < 26
+        and _is_in_place(rest[1])
         and (rest[2].opname, rest[2].argval) == (stored, read.argval)
     )
     return rest[2].offset if counts else None
 
 
-def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | None, Any]:
-    name = i.opname
-    if name in _STORES:
-        return _STORES[name], i.argval
+def _is_in_place(i: dis.Instruction) -> bool:
+    return i.opname == "BINARY_OP" and _IN_PLACE_FROM <= (i.arg or 0) < _SUBSCRIPT
+
+
+def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | None, int, Any]:
+    name, arg = i.opname, i.arg or 0
     if name in _CALLS:
-        return _CALLS[name], i.arg
-    if name in _makes(code):
-        return "makes", None
-    if name == "STORE_NAME":
-        is_class_body = "__qualname__" in code.co_names and not code.co_flags & 2
-        return (None, None) if is_class_body else ("store_name", i.argval)
-    if name == "STORE_DEREF" and i.argval in code.co_freevars:
-        return "store_deref", (i.arg, i.argval)
-    if name == "BINARY_OP" and 13 <= (i.arg or 0) < 26:
-        return "in_place", f"__i{_IN_PLACE[(i.arg or 0) - 13]}__"
-    if name in _ITERATES:
-        return "iterates", None
-    if name == "IS_OP":
-        return "identity", None
-    if name == "CONTAINS_OP":
-        return "contains", None
-    if name in ("LOAD_ATTR", "LOAD_METHOD"):
-        if i.argval in ("__dict__", "__class__"):
-            return ("gives_dict" if i.argval == "__dict__" else "asks_class"), None
-        return ("read_attr", i.argval) if reads else (None, None)
-    if name == "MATCH_CLASS":
-        return "is_class", None
-    if name in ("BEFORE_WITH", "LOAD_SPECIAL"):
-        return "enters", None
-    if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and i.arg == 26):
-        return "reads_item", not reads
-    return _read_of(code, i) if reads else (None, None)
-
-
-def _read_of(code: CodeType, i: dis.Instruction) -> tuple[str | None, Any]:
-    if i.opname == "LOAD_GLOBAL":
-        return "read_global", i.argval
-    if i.opname in ("LOAD_DEREF", "LOAD_CLASSDEREF") and i.argval in code.co_freevars:
-        return "read_deref", (i.arg, i.argval)
-    if i.opname in ("LOAD_SUPER_ATTR", "IMPORT_FROM"):
-        return "inherits" if i.opname == "LOAD_SUPER_ATTR" else "read_attr", i.argval
-    if i.opname in _USES:
-        return "operands", _USES[i.opname]
-    if i.opname.startswith(("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF")):
-        return "operands", 1
-    return None, None
+        if name == "CALL_FUNCTION_EX":
+            has_keywords = arg & 1 or sys.version_info >= (3, 14)
+            return "call_ex", 2 + bool(has_keywords) + (sys.version_info >= (3, 13)), has_keywords
+        return "call", arg + (3 if name == "CALL_KW" else 2), None
+    if _is_in_place(i):
+        return "in_place", 2, f"__i{_IN_PLACE[arg - _IN_PLACE_FROM]}__"
+    if name == "BINARY_SUBSCR" or (name == "BINARY_OP" and arg == _SUBSCRIPT):
+        return "reads_item", 2, not reads
+    argument: Any = i.argval
+    found: tuple[str, int] | None = _ALWAYS.get(name)
+    if name == "BUILD_LIST" and is_compiled(code):  # torch.compile runs the collector, which then knows no ages
+        found = "makes", 0
+    if found is None and (reads or (name in _ATTRIBUTE and i.argval in ("__dict__", "__class__"))):
+        found = _READS.get(name) or (("uses", 1) if name.startswith(_ASKS_TRUTH) else None)
+    if name.endswith("DEREF"):
+        found, argument = found if i.argval in code.co_freevars else None, (i.arg, i.argval)
+    return (None, 0, None) if found is None else (found[0], found[1], argument)
 
 
 @by_code
@@ -137,52 +129,24 @@ def blocks_of(code: CodeType) -> frozenset[int]:
 
     Not where a `with` or `finally` cleans up and raises on.
     """
-    steps, found, jumped = steps_of(code), set[int](), False
-    inside = [(target, _last_of(code, target)) for *_, target, _, _ in handlers(code) if kind_of_handler(code, target)]
-    cleans = [(a, b) for a, b in inside if kind_of_handler(code, a) != "except"]
-    cleans += [(x, x) for a, b in cleans if (x := _suppressed(code, a, b)) is not None]
-    for i in steps:
+    found, jumped = set[int](), False
+    clauses = [(x, depth) for _, _, x, depth, _ in handlers(code) if kind_of_handler(code, x) == "except"]
+    on_a_path = reached(code, [(steps_of(code)[0].offset, 0), *clauses])
+    for i in steps_of(code):
         if i.opname in ("CACHE", "EXTENDED_ARG"):
             continue
-        if (jumped or i.is_jump_target) and not any(a <= i.offset <= b for a, b in cleans):
+        if (jumped or i.is_jump_target) and i.offset in on_a_path:
             found.add(i.offset)
-        jumped = i.opcode in dis.hasjrel or i.opcode in dis.hasjabs or i.opname.startswith(("RETURN_V", "RETURN_C"))
-        jumped |= i.opname in ("RAISE_VARARGS", "RERAISE")
+        jumped = i.opcode in dis.hasjrel or i.opcode in dis.hasjabs or i.opname in ENDS
     return frozenset(found)
-
-
-def _last_of(code: CodeType, target: int) -> int:
-    last = target
-    for i in steps_of(code):
-        if i.offset >= target:
-            last = i.offset
-            if i.opname == "RERAISE":
-                break
-    return last
-
-
-def _suppressed(code: CodeType, start: int, end: int) -> int | None:
-    """Where it goes on when an `__exit__` keeps an exception to itself: with what follows the block, at any rate."""
-    if kind_of_handler(code, start) != "with":
-        return None
-    jumps = (i.argval for i in steps_of(code) if start <= i.offset <= end and i.opname.startswith("POP_JUMP"))
-    return next(jumps, None)
 
 
 @by_code
 def kind_of_handler(code: CodeType, target: int) -> str:
     """Whose handler begins there: of an "except" clause, of a "with", a "finally", or the interpreter's "cleanup"."""
-    first = True
-    for i in steps_of(code):
-        if i.offset < target:
-            continue
-        if first and i.opname != _PUSHES_EXCEPTION:
-            return "cleanup"
-        first = False
-        if i.opname == "WITH_EXCEPT_START":
-            return "with"
-        if i.opname in ("CHECK_EXC_MATCH", "POP_EXCEPT", "CHECK_EG_MATCH"):
-            return "except"
-        if i.opname == "RERAISE":
-            return "finally"
-    return "except"
+    inside = [i.opname for i in steps_of(code) if i.offset >= target]
+    if inside[0] != "PUSH_EXC_INFO":
+        return "cleanup"
+    kinds = {"WITH_EXCEPT_START": "with", "RERAISE": "finally"}
+    kinds |= dict.fromkeys(("CHECK_EXC_MATCH", "POP_EXCEPT", "CHECK_EG_MATCH"), "except")
+    return next((kinds[name] for name in inside if name in kinds), "except")

@@ -1,127 +1,47 @@
-"""Whether what a step is about to do lasts longer than the step: asked before each instruction that may store or call.
+"""Follows the Python of one step: asked before each instruction that may store, call, or read what was stored.
 
-An object is the step's own if the step made it, and it is known to be new if the collector tracks it behind a mark that
-was made when the step began: with the collector at rest, what it tracks in its youngest generation stands in the order
-in which it was made. What it does not track (dicts and arrays of plain numbers) is new where the instruction that made
-it was seen. All else counts as older: that refuses more than it must, and nothing less.
+Functions in Python are followed into their frames; of those in C it is known by name and by what they are given whether
+they may change what outlives the step.
 """
 
-import collections
-import gc
-import sys
+import functools
 import types
-from collections.abc import Iterable
 from contextvars import ContextVar
-from itertools import repeat
-from operator import itemgetter
 from typing import Any
 
-from torch import Tensor
+import torch
+from torch import Tensor, nn
 
 from tensorloop._common import pytree
-from tensorloop._common.user_line import UserLine
+from tensorloop._torch.overrides import unseen
+from tensorloop._torch.transforms import storage
 from tensorloop.loop.effects import known
-from tensorloop.loop.effects.calls import Calls
-from tensorloop.loop.effects.caught import is_made_above
 from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, checks_of
-from tensorloop.loop.effects.notes import (
-    CONTENTS,
-    ELEMENTS,
-    GONE,
-    SOME,
-    StepNotes,
-    Ways,
-    class_with,
-    contents,
-    home,
-    of_class,
-    value_of,
+from tensorloop.loop.effects.notes import ELEMENTS, GONE, Undone
+from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, operands, words
+from tensorloop.loop.effects.reads import NOBODY
+from tensorloop.loop.effects.stores import Effect as Effect
+from tensorloop.loop.effects.stores import Stores
+
+_BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
+_DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
+_HARMLESS = frozenset(
+    words(
+        "itemgetter attrgetter weakref ReferenceType _tuplegetter GenericAlias _GenericAlias TypeVar "
+        "_SpecialGenericAlias"
+    )
 )
-from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, cell, operands, said
-from tensorloop.loop.effects.reads import Reads
-
+_ATTRIBUTES = types.GetSetDescriptorType, types.MemberDescriptorType
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both
-_MOST_YOUNG = 2048  # objects among which those of a step are looked for first
-_KEYWORDS = 8  # flag of codes that take **kwargs
-# Judges in all threads: the collector rests while there are any, and what a finalizer may not do is not printed.
-_COUNTED: dict[str, Any] = {"n": 0, "collects": True, "said by": None}
+_ARGS, _KEYWORDS = 4, 8  # flags of codes that take *args and **kwargs
+_STAND_INS = {"SymInt": int, "SymBool": bool, "SymFloat": float}
+_Frame = types.FrameType
 
 
-class Effect(BaseException):
-    """A step would change what outlives it. No `except Exception` in the body catches it.
+class Judge(Stores):
+    """Follows one step."""
 
-    `appeared` says that there was nothing before in the place of what is set.
-    """
-
-    def __init__(self, what: str, place: UserLine, appeared: bool = False) -> None:
-        super().__init__(what)
-        self.what, self.place, self.appeared = what, place, appeared
-
-
-class Judge(Calls):
-    """Follows one step. `seen` is the first effect, also where the body caught it; `raised` went through its frames.
-
-    With `notes` the step is one of a loop with checkpoints, which may write what no step reads. With `paths` code is
-    followed until all ways through it were. `kept` notes what the step reads.
-    """
-
-    def __init__(
-        self,
-        notes: StepNotes | None = None,
-        paths: Ways | None = None,
-        given: Iterable[Any] = (),
-        kept: Reads | None = None,
-    ) -> None:
-        self.notes, self.paths, self.kept = notes, paths, kept
-        self.resting = False  # whether what runs is said to have no effects
-        self.seen: Effect | None = None
-        self.raised: set[int] = set()  # by id: an exception holds frames, and those the step's tensors
-        # The ids of what is known to be new. An id that comes again is that of something newer still, so nothing needs
-        # to be held: loops inside look whether anything of a step lives on.
-        self.made = set[int]()
-        self.carried = set[int]()  # `__dict__`s of objects whose attributes are in a carry, by id
-        self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
-        self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
-        self._contexts = dict[int, tuple[ContextVar[Any], Any, Any, Effect]]()  # those set, as they were
-        self._makes: set[int] = set()  # frames whose next instruction finds something new on top
-        self._young: set[int] | None = None
-        self.generators: dict[int, Any] | None = None  # the user's, by id, and the state in which each was met
-        self._counts = False  # whether the instruction at hand stores what was counted on from there
-        self.given_here = tuple(given)
-        self.own(given)
-        if not _COUNTED["n"]:
-            _COUNTED["collects"], _COUNTED["said by"] = gc.isenabled(), sys.unraisablehook
-            gc.disable()
-            sys.unraisablehook = _say_unless_refused
-        _COUNTED["n"] += 1
-        self._mark: Any = []  # tracked: all behind it is new
-
-    def end(self) -> None:
-        """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
-        self.finish()
-        self.begun, self._older_dicts, self._young, self._mark, self.given_here = {}, {}, None, None, ()
-        if self.seen is not None:
-            self.seen.__traceback__ = None
-        _COUNTED["n"] -= 1
-        if not _COUNTED["n"]:
-            if _COUNTED["collects"]:
-                gc.enable()
-            if sys.unraisablehook is _say_unless_refused:
-                sys.unraisablehook = _COUNTED["said by"]
-
-    def own(self, trees: Iterable[Any], holders: Iterable[Any] = ()) -> None:
-        """The containers in these are the step's own: the loop made them; and so are these objects and `__dict__`s."""
-        self.carried.update(map(id, holders))
-        self.made |= self.carried
-        self.made.update(id(x) for tree in trees for x in pytree.nodes(tree))
-
-    def writers(self) -> bool:
-        """Whether what only writes may run."""
-        return self.notes is not None and self.notes.writers
-
-    # -- frames
-
-    def starts(self, frame: types.FrameType) -> dict[int, InstructionCheck]:
+    def starts(self, frame: _Frame) -> dict[int, InstructionCheck]:
         """The checks of a frame that begins or goes on; none where its code is not followed."""
         code = frame.f_code
         writers = self.writers()
@@ -136,16 +56,14 @@ class Judge(Calls):
                 self.refuse(frame.f_back or frame, f"takes the next of {code.co_name}, a generator begun before")
             self.begun[id(frame)] = frame
         if code.co_flags & _KEYWORDS:
-            names = frame.f_locals
-            place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & 4)
-            found = names.get(code.co_varnames[place])
+            place = code.co_argcount + code.co_kwonlyargcount + bool(code.co_flags & _ARGS)
+            found = frame.f_locals.get(code.co_varnames[place])
             if type(found) is dict:
                 self.made.add(id(found))
-        if self.kept is not None:
-            self.kept.begins(frame, self.is_new)
-        return checks_of(code, self.notes is not None or self.kept is not None)
+        self.kept.begins(frame)
+        return checks_of(code, self.notes is not None or self.kept is not NOBODY)
 
-    def before(self, frame: types.FrameType, check: InstructionCheck) -> None:
+    def before(self, frame: _Frame, check: InstructionCheck) -> None:
         """Asks before one instruction."""
         if check.after_maker and id(frame) in self._makes:
             self._makes.discard(id(frame))
@@ -153,339 +71,287 @@ class Judge(Calls):
                 self.made.add(id(x))
         if check.method is not None:
             self._counts = check.counts
-            getattr(self, check.method)(frame, check.argument)
+            getattr(self, check.method)(frame, check.argument, *(operands(frame, check.n) if check.n else ()))
 
-    def refuse(self, frame: types.FrameType, what: str, appeared: bool = False) -> None:
-        """Ends the step here, but where a module is imported."""
-        if known.imports(frame):
-            return
-        place = known.users(frame)
-        module = known.module_of(place)
-        if "site-packages" in place.f_code.co_filename and module:
-            what = f"{what}, in {module}"
-        effect = Effect(what, (place.f_code.co_filename, place.f_lineno), appeared)
-        self.seen = self.seen or effect
-        raise effect
+    # -- calls
 
-    # -- ages
+    def call(self, frame: _Frame, names: tuple[str, ...] | None, *found: Any) -> None:
+        """Judges CALL, and CALL_KW, which has the names on top."""
+        if names is None:
+            *found, names = found  # pyright: ignore[reportAssignmentType]
+        # Up to 3.12 NULL lies below the callable; else come a method and its object, from 3.13 on also one and NULL.
+        f, *args = found[1:] if found[0] is EMPTY else (found[0], *found[2:]) if found[1] is EMPTY else found
+        self.called(frame, f, args, names if isinstance(names, tuple) else ())
 
-    def is_new(self, x: Any) -> bool:
-        """Whether the step made an object, surely."""
-        if id(x) in self._older_dicts:
+    def call_ex(self, frame: _Frame, has_keywords: int, f: Any, *found: Any) -> None:
+        """Judges CALL_FUNCTION_EX."""
+        args, kwargs = found[-2 if has_keywords else -1], found[-1] if has_keywords else None
+        if type(args) is not tuple:
+            self.taken(frame, args)
+            args = args if type(args) is list else ()
+        kwargs = kwargs if type(kwargs) is dict else {}
+        self.called(frame, f, [*args, *kwargs.values()], tuple(kwargs))
+
+    def called(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...] = ()) -> None:
+        """Judges one call; `names` are those of the last of `args`."""
+        if f is UNKNOWN or f is NEW:
+            return self.refuse(frame, "calls what cannot be seen in this Python")
+        kind = type(f)
+        if kind is types.MethodType:
+            return self.called(frame, f.__func__, [f.__self__, *args], names)
+        if kind is types.FunctionType:
+            return self._in_python(frame, f, args)
+        if kind is functools.partial:
+            return self.called(frame, f.func, [*f.args, *args, *f.keywords.values()], (*names, *f.keywords))
+        if kind is functools._lru_cache_wrapper:  # its function is followed, and a kept result is what that gave
+            if isinstance(self.notes, Undone):
+                self.refuse(frame, f"calls {_name_of(f)}, which keeps it")
+            self.cached.add(id(getattr(f.__wrapped__, "__code__", None)))
+            return None
+        if isinstance(f, type):
+            return self._makes_one(frame, f, args)
+        if isinstance(f, _BUILT_IN):
+            owner = f.__self__
+            if kind is types.BuiltinFunctionType and (owner is None or isinstance(owner, types.ModuleType)):
+                return self._of_module(frame, f, args, names)
+            if type(owner).__name__.startswith("pybind11") and args:  # which keeps its own record there
+                owner, args = args[0], args[1:]
+            return self._of(frame, owner, f.__name__, args)
+        if isinstance(f, _DESCRIPTORS):
+            if not args and not issubclass(f.__objclass__, known.PLAIN) and not known.reads(f.__objclass__, f.__name__):
+                return self.refuse(frame, f"hands on {f.__objclass__.__name__}.{f.__name__}")
+            return self._of(frame, args[0], f.__name__, args[1:]) if args else None
+        if known.in_python(kind, "__call__") or known.is_torchs(kind) or kind.__name__ in _HARMLESS:
+            self.kept.whole(f, kind.__name__ not in _HARMLESS)
+            return self._arguments(frame, "", args) if self.notes is not None else None
+        if kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
+            return self._of_numpy(frame, f, args, names)
+        if kind.__module__ == "operator" or kind.__name__ == "methodcaller":
+            _, (name, *given) = f.__reduce__()
+            return self._of(frame, args[0], name, given) if args else None
+        return self.refuse(frame, f"calls {_name_of(f)}, which may change what is outside")
+
+    def _in_python(self, frame: _Frame, f: Any, args: list[Any]) -> None:
+        module, name = f.__module__ or "", f.__name__
+        if module == "pdb":
+            return self.refuse(frame, f"calls pdb.{name}()")
+        if self.notes is not None and known.only_writes(module):
+            for x in args:
+                self._handed_on(frame, x)
+                writes = known.only_writes(type(x).__module__) and not self.is_new(x)
+                if writes and type(held := known.dict_of(x)) is dict:
+                    self.notes.keep_all(held)
+        if not known.is_trusted(module) or (args and _is_function(args[0])):
+            return None
+        self._torchs_state(frame, f"{module}.{name}()", name)
+        of_torch = module.partition(".")[0] in ("torch", "tensorloop")  # tensors that it is given show in its calls
+        self.kept.given("", [x for x in args if isinstance(x, nn.Module)] if of_torch else args)
+        if name in known.OF_MODULES and args and isinstance(args[0], nn.Module) and not self.is_new(args[0]):
+            same = name in ("train", "eval") and args[0].training is (name == "train" and all(args[1:]))
+            if not same and not isinstance(args[0], (nn.ModuleList, nn.ModuleDict)):
+                self.refuse(frame, f"calls {name}() of a module from outside")
+        elif self.notes is not None:
+            self._arguments(frame, "", args)
+
+    def _torchs_state(self, frame: _Frame, said: str, name: str) -> None:
+        seeds = name in known.SEEDS and not self.writers() and not known.restores(frame)
+        if name in known.TORCHS_STATE or seeds:
+            self.refuse(frame, f"calls {said}")
+
+    def _of_module(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:
+        module, name = getattr(f, "__module__", None) or "", f.__name__
+        if module == "builtins":
+            return self._built_in(frame, name, args, names)
+        if module.partition(".")[0] == "torch":
+            self._torchs_state(frame, f"{name}()", name)
+            return self._arguments(frame, "", args) if self.notes is not None else None
+        if module.startswith("numpy"):
+            return self._of_numpy(frame, f, args, names)
+        if module.startswith(("_operator", "_heapq", "_bisect", "_collections")) and name in known.CHANGES_FIRST:
+            if name in known.TAKING:
+                self.reads(frame, args[0])
+            if not self._as_instruction(frame, name, args):
+                self.changes(frame, args[0], "changes", f"__{name}__" if module == "_operator" else "__setitem__")
+            return None
+        if known.is_pure(module, name):
+            return self._arguments(frame, name, args)
+        return self.refuse(frame, f"calls {name if name in known.OUTSIDE else f'{module}.{name}'}()")
+
+    def _built_in(self, frame: _Frame, name: str, args: list[Any], names: tuple[str, ...]) -> None:
+        if name in ("setattr", "delattr", "next") and not args:
+            return self.refuse(frame, f"hands on {name}")
+        if self._as_instruction(frame, name, args):
+            return None
+        if name == "print" and self.writers():
+            given = dict(zip(names, args[len(args) - len(names) :], strict=True))
+            return None if given.get("file") is None else self._of(frame, given["file"], "write", [])
+        if name in known.OUTSIDE:
+            return self.refuse(frame, f"calls {name}()")
+        self.kept.complete &= name not in ("globals", "eval", "dir", "vars", "locals")
+        if name in ("isinstance", "issubclass") and len(args) > 1:
+            self.number(frame, args[0], args[1])
+        elif name == "vars" and args:
+            self.note_dict(args[0])
+        elif name == "iter" and args and not hasattr(type(args[0]), "__next__"):
+            self.makes(frame)
+        return self._arguments(frame, name, args)
+
+    def _as_instruction(self, frame: _Frame, name: str, args: list[Any]) -> bool:
+        """Judges a function that sets or gets as an instruction does; whether nothing is left to judge."""
+        n = len(args)
+        if name in ("setattr", "delattr", "__setattr__", "__delattr__") and n > 1:
+            self.attribute(frame, args[0], args[1], args[2] if n > 2 else GONE)
+        elif name in ("setitem", "__setitem__") and n == 3:
+            self.item(frame, *args)
+        elif name == "requires_grad_" and isinstance(args[0], Tensor):
+            self.attribute(frame, args[0], "requires_grad", args[1] if n > 1 else True)
+        elif name in ("__set__", "__delete__") and type(args[0]) in _ATTRIBUTES:
+            self.attribute(frame, args[1], args[0].__name__, args[2] if n > 2 else GONE)
+        else:
+            if name in ("getattr", "hasattr", "__getattribute__") and n > 1 and type(args[1]) is str:
+                self.read_attr(frame, args[1], args[0])
             return False
-        if id(x) in self.made:
-            return True
-        if x is UNKNOWN or not gc.is_tracked(x):
-            return False
-        if self._young is None or id(x) not in self._young:
-            self._young = self._find_young()
-        return id(x) in self._young
+        return True
 
-    def _find_young(self) -> set[int]:
-        # In one call into C, so that no other thread runs while all have a second owner, which a growing tuple may not.
-        mark = id(self._mark)
-        for most in (_MOST_YOUNG, sys.maxsize):
-            last: Any = itemgetter(slice(-most, None))
-            ids: Any = next(map(list, map(map, repeat(id), map(last, map(gc.get_objects, (0,))))))  # pyright: ignore[reportArgumentType]
-            if mark in ids:
-                return set(ids[ids.index(mark) + 1 :])
-        return set(ids)  # somebody has run the collector since: what is young is what was made after that
-
-    def owns(self, x: Any) -> bool:
-        """Whether what is stored in an object lies in it alone, and the step made it."""
-        return isinstance(x, known.OWNERS) and self.is_new(x)
-
-    def makes(self, frame: types.FrameType, _: Any = None) -> None:
-        """Notes that what the next instruction finds on top is new."""
-        self._makes.add(id(frame))
-
-    # -- stores
-
-    def stores(self, frame: types.FrameType, owner: Any, name: Any, was: Any, value: Any, what: str) -> None:
-        """Judges that `owner`, which is older, gets another value under a name."""
-        if _same(was, value):
-            return
-        if (
-            self.notes is not None
-            and owner is not UNKNOWN
-            and self.notes.writes(owner, name, was, anew=not self._counts)
-            and (type(owner) is not dict or self.notes.writes(owner, SOME, was))
-        ):
-            return
-        self.refuse(frame, what, was is None or was is GONE)
-
-    def store_name(self, frame: types.FrameType, name: str) -> None:
-        """Judges STORE_NAME, of code that is executed."""
-        if frame.f_back is not None and known.is_trusted(known.module_of(frame.f_back)):
-            return  # what a library executes, as dataclasses do
-        if frame.f_locals is frame.f_globals:
-            self.store_global(frame, name)
-        elif not self.is_new(frame.f_locals):
-            self.refuse(frame, f"sets {name} where code is executed")
-
-    def store_global(self, frame: types.FrameType, name: str) -> None:
-        """Judges STORE_GLOBAL."""
-        (value,) = operands(frame, 1)
-        self.stores(frame, frame.f_globals, name, frame.f_globals.get(name, GONE), value, f"sets the global {name}")
-
-    def delete_global(self, frame: types.FrameType, name: str) -> None:
-        """Judges DELETE_GLOBAL."""
-        self.refuse(frame, f"deletes the global {name}")
-
-    def store_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
-        """Judges STORE_DEREF."""
-        i, name = at
-        (value,) = operands(frame, 1)
-        found = cell(frame, i)
-        if found is UNKNOWN:
-            if not is_made_above(frame, name):
-                self.refuse(frame, f"sets {name}, a variable of its closure")
-        elif not self.is_new(found):
-            self.stores(frame, found, CONTENTS, contents(found), value, f"sets {name}, a variable of its closure")
-
-    def store_attr(self, frame: types.FrameType, name: str) -> None:
-        """Judges STORE_ATTR."""
-        value, owner = operands(frame, 2)
-        self.attribute(frame, owner, name, value, 0)
-
-    def delete_attr(self, frame: types.FrameType, name: str) -> None:
-        """Judges DELETE_ATTR."""
-        self.attribute(frame, operands(frame, 1)[0], name, GONE, 0)
-
-    def attribute(self, frame: types.FrameType, owner: Any, name: str, value: Any, depth: int | None = None) -> None:
-        """Judges that an attribute is set, or deleted (`GONE`)."""
-        kind = type(owner)
-        found = known.of_type(kind, name)
-        setter = known.of_type(kind, "__setattr__")
-        if type(found) is property or known.in_python(type(found), "__set__"):
-            return  # its code is followed
-        seen = name != "requires_grad" or (self.notes is None and value)  # by the log of operations
-        if isinstance(owner, Tensor) and type(found) is types.GetSetDescriptorType and seen:
-            return
-        if type(setter) is types.FunctionType and not known.is_trusted(setter.__module__ or ""):
-            return
-        new = self.is_new(owner) and not known.is_proxy(kind)
-        if new and (name != "__dict__" or self.is_new(value)):
-            return
-        if id(known.dict_of(owner)) in self.carried:
-            return
-        path = None if depth is None else said(frame, depth)
-        what = f"{path}.{name}" if path else f"{name} of a {kind.__name__} from outside"
-        what = f"deletes {what}" if value is GONE else f"sets {what}"
-        if name.startswith("__") and name.endswith("__"):  # which is read where no instruction says so
-            self.refuse(frame, what)
-        place, key = home(owner, name)
-        was = place.get(key, GONE) if type(place) is dict else contents(place) if key is CONTENTS else GONE
-        self.stores(frame, place, key, of_class(owner, name) if was is GONE else was, value, what)
-
-    def store_item(self, frame: types.FrameType, _: Any) -> None:
-        """Judges STORE_SUBSCR."""
-        value, container, key = operands(frame, 3)
-        self.item(frame, container, key, value)
-
-    def delete_item(self, frame: types.FrameType, _: Any) -> None:
-        """Judges DELETE_SUBSCR."""
-        self.changes(frame, operands(frame, 2)[0], "deletes an item of", "__delitem__")
-
-    def store_slice(self, frame: types.FrameType, _: Any) -> None:
-        """Judges STORE_SLICE."""
-        self.changes(frame, operands(frame, 4)[1], "sets items of")
-
-    def item(self, frame: types.FrameType, x: Any, key: Any, value: Any) -> None:
-        """Judges that an item is set."""
-        if type(x) is dict:
-            if frame.f_locals.get("__annotations__") is x and not frame.f_code.co_flags & 2:
-                return  # of a class that is made
-            if not self.owns(x):
-                what = f"sets {_key_said(key)} of a dict from outside"
-                self.stores(frame, x, key if _is_plain(key) else ELEMENTS, _item(x, key), value, what)
-            return
-        self.changes(frame, x, "sets an item of")
-
-    def changes(self, frame: types.FrameType, x: Any, how: str, method: str = "__setitem__") -> None:
-        """Judges that an object's elements are others."""
-        while type(x) is memoryview:
-            x = x.obj
-        kind = type(x)
-        if isinstance(x, Tensor) or known.is_torchs(kind) or known.in_python(kind, method):
-            return
-        if not self.owns(x) and not (id(x) in self.made and not isinstance(x, known.OWNERS)):
-            self.stores(frame, x, ELEMENTS, 0, GONE, f"{how} a {kind.__name__} from outside")
-
-    def context(self, frame: types.FrameType, variable: ContextVar[Any], name: str) -> None:
-        """Judges a call of a ContextVar, which may be set if it is reset in the same step."""
-        if name == "set" and id(variable) not in self._contexts:
-            was = value_of(variable)
-            if was is GONE:
-                self.refuse(frame, "sets a ContextVar that has no value")
-            place = known.users(frame)
-            effect = Effect("sets a ContextVar and does not reset it", (place.f_code.co_filename, place.f_lineno))
-            self._contexts[id(variable)] = variable, variable.set(was), was, effect
-
-    def finish(self) -> None:
-        """The step is over: what had to be as before is so, or is made so and counts as an effect."""
-        for variable, token, was, effect in self._contexts.values():
-            if variable.get(GONE) is not was:
-                self.seen = self.seen or effect
-            variable.reset(token)
-        self._contexts.clear()
-
-    def in_place(self, frame: types.FrameType, name: str) -> None:
-        """Judges an operator that may change its left side."""
-        left = operands(frame, 2)[0]
-        if isinstance(left, (*known.PLAIN, Tensor)):
-            return
-        if left is UNKNOWN:  # of a number, += stores nothing
-            return
-        method = known.of_type(type(left), name)
-        if method is not None and type(method) is not types.FunctionType:
-            self.changes(frame, left, "changes", name)
-
-    # -- reads: of iterators, and of what steps have written
-
-    def reads(self, frame: types.FrameType, x: Any, name: Any = SOME, what: str = "") -> None:
-        """Judges that a value is read that a step may have written: by default, all elements of a container."""
-        if not what and name is SOME and (kept := self._noting(x, SOME)) is not None:
-            kept.whole(x, self.is_new)
-        if self.notes is None or x is EMPTY or isinstance(x, (*known.PLAIN, *(() if what else (Tensor,)))):
-            return
-        while type(x) is memoryview:
-            x = x.obj
-        of_elements = not what or type(x) is dict
-        if not (self.notes.reads(x, name) and (not of_elements or self.notes.reads(x, ELEMENTS))):
-            said_so = what or f"a {type(x).__name__}"
-            self.refuse(frame, f"reads {said_so} to which an earlier step has written")
-
-    def _noting(self, owner: Any, name: Any) -> Reads | None:
-        """Who notes that something is read; nobody where the step at hand has written it."""
-        return None if self.notes is not None and self.notes.sets(owner, name) else self.kept
-
-    def read_global(self, frame: types.FrameType, name: str) -> None:
-        """Judges LOAD_GLOBAL."""
-        if (kept := self._noting(frame.f_globals, name)) is not None:
-            kept.of_globals(frame, name)
-        self.reads(frame, frame.f_globals, name, f"the global {name}")
-
-    def read_deref(self, frame: types.FrameType, at: tuple[int, str]) -> None:
-        """Judges LOAD_DEREF."""
-        found = cell(frame, at[0])
-        if (kept := self._noting(found, CONTENTS)) is not None:
-            kept.variable(frame, at[1], found, self.is_new)
-        self.reads(frame, found, CONTENTS, f"{at[1]}, a variable of its closure,")
-
-    def read_attr(self, frame: types.FrameType, name: str) -> None:
+    def read_attr(self, frame: _Frame, name: str, owner: Any) -> None:
         """Judges LOAD_ATTR."""
-        self.attribute_read(frame, operands(frame, 1)[0], name)
+        if name == "__class__":
+            self.number(frame, owner, None)
+        elif name == "__dict__":
+            self.note_dict(owner)
+        else:
+            self.attribute_read(frame, owner, name)
 
-    def attribute_read(self, frame: types.FrameType, owner: Any, name: str) -> None:
-        """Judges that an attribute is read, which may be the object's or its class's."""
-        if (kept := self._noting(*home(owner, name))) is not None:
-            kept.attribute(owner, name, self.is_new)
-        if self.notes is None:
+    def _of_numpy(self, frame: _Frame, f: Any, args: list[Any], names: tuple[str, ...]) -> None:
+        """A function of NumPy's: it may write to what it is given as `out`."""
+        outs = list(args[f.nin : len(args) - len(names)]) if hasattr(f, "nin") else []
+        outs += [x for x, name in zip(args[len(args) - len(names) :], names, strict=True) if name == "out"]
+        if f.__name__ in known.CHANGES_FIRST:
+            outs += args[:1]
+        for x in outs:
+            if x is not None and not self.is_new(x):
+                self.changes(frame, x, "writes to")
+        if f.__name__ in known.MAKERS:
+            self.makes(frame)
+        self._arguments(frame, "", args)
+
+    def _makes_one(self, frame: _Frame, kind: Any, args: list[Any]) -> None:
+        """An object of a class is made: it may take from iterators."""
+        if kind is type and len(args) == 1:
+            self.number(frame, args[0], None)
+        elif not known.is_torchs(kind):
+            self._arguments(frame, kind.__name__, args)
+
+    def _arguments(self, frame: _Frame, name: str, args: list[Any]) -> None:
+        """What a function in C is given: read, taken from where it is an iterator, called where it calls."""
+        self.kept.given(name, args)
+        if name in known.MAKERS:
+            self.makes(frame)
+        for x in args:
+            self.taken(frame, x) if name else self.reads(frame, x)
+            if name in known.CALLING:
+                self._handed_on(frame, x)
+
+    def _handed_on(self, frame: _Frame, x: Any) -> None:
+        if callable(x) and not isinstance(x, (types.FunctionType, type)):
+            self.called(frame, x, [])  # C calls C, which no event tells
+
+    def _of(self, frame: _Frame, owner: Any, name: str, args: list[Any]) -> None:
+        """A method in C."""
+        kind = type(owner)
+        if self._as_instruction(frame, name, [owner, *args]):
+            return None
+        if isinstance(owner, Tensor):
+            if name in known.PLACES:
+                self.memory(frame, owner)
+            return self._arguments(frame, "", args) if self.notes is not None else None
+        if not (self.notes is not None and name in known.WRITES):
+            self.kept.given(name, [owner])
+        if isinstance(owner, type):  # dict.fromkeys, int.from_bytes
+            of_torch = (owner.__module__ or "").partition(".")[0] == "torch" or _is_function(owner)
+            return None if of_torch else self._arguments(frame, name, args)
+        if known.is_torchs(kind):
+            if isinstance(owner, torch.Generator):
+                users = name in known.SEEDS and owner is not torch.default_generator
+                if users and self.generators is not None and id(owner) not in self.generators:
+                    self.generators[id(owner)] = owner, owner.get_state()
+                self._torchs_state(frame, f"{name}() of a torch.Generator", name)
+            return None
+        if isinstance(owner, known.PLAIN) or kind in known.PURE_KINDS:
+            return self._arguments(frame, name, args)
+        writes = self.notes is not None and name in known.WRITES
+        if writes and (self.is_new(owner) or self.notes.writes(owner, ELEMENTS, 0)):  # pyright: ignore[reportOptionalMemberAccess]
+            return self._arguments(frame, name, args)
+        if isinstance(owner, ContextVar):
+            return self.context(frame, owner, name)
+        if known.reads(kind, name):
+            self.reads(frame, owner)
+            return self._arguments(frame, name, args)
+        if kind.__module__ == "numpy":
+            if name in known.CHANGING_ARRAYS and not self.is_new(owner):
+                self.changes(frame, owner, f"calls {name}() of")
+            elif name in known.MAKERS:
+                self.makes(frame)
+            return None
+        if kind.__name__ in ("lock", "RLock", "_RLock"):
+            return None
+        if self.owns(owner) or id(owner) in self.made or (kind is types.GeneratorType and self.is_new(owner)):
+            return self._arguments(frame, name, args)
+        return self.refuse(frame, f"calls {name}() of a {kind.__name__} from outside", name == "setdefault")
+
+    # -- types
+
+    def is_class(self, frame: _Frame, _: Any, subject: Any, kind: Any, names: Any) -> None:
+        """Judges MATCH_CLASS."""
+        self.kept.complete &= isinstance(subject, known.PLAIN) or self.is_new(subject)  # attributes of it are read
+        self.number(frame, subject, kind)
+
+    def number(self, frame: _Frame, x: Any, kind: Any) -> None:
+        """Judges that Python asks what stands for a number for its type: the answer is the number's, or none."""
+        stands_for = _stands_for(x)
+        if stands_for is None:
             return
-        kind, held = type(owner), known.dict_of(owner)
-        if isinstance(owner, Tensor) and name not in held and name != "requires_grad":
+        try:
+            same = kind is not None and isinstance(x, kind) == issubclass(stands_for, kind)
+        except TypeError:
             return
-        what = f"the attribute {name}"
-        if type(held) is dict and name in held and known.only_writes(kind.__module__) and not self.is_new(owner):
-            if not _same(self.notes.keep_all(held).get(name), held[name]):
-                self.refuse(frame, f"reads {what} of a {kind.__name__}, which an earlier step has changed")
+        if not same:
+            self.refuse(frame, "asks for the type of a number that the loop gives")
+
+    def memory(self, frame: _Frame, x: Tensor) -> None:
+        """Judges that it is asked where a tensor lies: those of the carry have memory of their own in a replay.
+
+        Packages ask it for their kernels.
+        """
+        if self.notes is None or "-packages" in known.users(frame).f_code.co_filename:
             return
-        self.reads(frame, *home(owner, name), what)
-        base = class_with(owner if isinstance(owner, type) else kind, name)
-        if base is not None and base is not owner:
-            self.reads(frame, base, name, what)
+        with unseen():
+            given = [y for y in pytree.leaves(self.given_here) if isinstance(y, Tensor) and y.layout is torch.strided]
+            if x.layout is torch.strided and storage(x)._cdata in {storage(y)._cdata for y in given}:
+                self.refuse(frame, "asks where a tensor that the loop gives is in memory")
 
-    def inherits(self, frame: types.FrameType, name: str) -> None:
-        """Judges LOAD_SUPER_ATTR."""
-        _, kind, owner = operands(frame, 3)
-        if self.kept is not None:
-            self.kept.inherited(kind, owner, name)
-
-    def operands(self, frame: types.FrameType, n: int) -> None:
-        """Judges that the upper n values are read."""
-        for x in operands(frame, n) if self.notes is not None or self.kept is not None else ():
-            self.reads(frame, x)
-
-    def reads_item(self, frame: types.FrameType, counted: bool) -> None:
-        """Judges that an item is read."""
-        container, key = operands(frame, 2)
-        makes = isinstance(container, collections.defaultdict) and _item(container, key) is GONE
-        if makes and not self.is_new(container):
-            what = "makes an item of a defaultdict from outside by reading it"
-            self.stores(frame, container, ELEMENTS, 0 if counted and self.notes is not None else GONE, 1, what)
-        if (
-            kept := self._noting(container, key if type(container) is dict and _is_plain(key) else ELEMENTS)
-        ) is not None:
-            kept.item(container, key, self.is_new)
-        if not counted:
-            self.reads(frame, container, key if _is_plain(key) else SOME)
-
-    def iterates(self, frame: types.FrameType, _: Any) -> None:
-        """Judges that the top value is iterated over."""
-        self.taken(frame, operands(frame, 1)[0])
-
-    def contains(self, frame: types.FrameType, _: Any) -> None:
-        """Judges `in`."""
-        self.taken(frame, operands(frame, 1)[0])
-        self.operands(frame, 2)
-
-    def taken(self, frame: types.FrameType, x: Any) -> None:
-        """Judges that something is iterated over: an iterator from outside is one further then."""
-        kind = type(x)
-        self.reads(frame, x)
-        if kind in (list, tuple, dict, str, range, set) or x is EMPTY or x is NEW or isinstance(x, Tensor):
-            return
-        if x is UNKNOWN:
-            self.refuse(frame, "iterates over what may be an iterator from outside")
-        if hasattr(kind, "__next__") and not known.in_python(kind, "__next__") and not self.is_new(x):
-            self.refuse(frame, f"takes the next of a {kind.__name__} from outside")
-
-    def gives_dict(self, frame: types.FrameType, _: Any) -> None:
-        """Judges that `__dict__` is asked for."""
-        self.note_dict(operands(frame, 1)[0])
-
-    def note_dict(self, owner: Any) -> None:
-        """Before `owner.__dict__`: it is as old as its owner."""
-        found = known.dict_of(owner)
-        if self.kept is not None and not self.is_new(owner):
-            self.kept.all_attributes(owner)
-        if type(found) is dict and id(found) not in self.carried:
-            if self.is_new(owner):
-                self.made.add(id(found))
-            else:
-                self._older_dicts[id(found)] = found
-
-    def enters(self, frame: types.FrameType, _: Any) -> None:
-        """Judges that a `with` begins."""
-        manager = operands(frame, 1)[0]
-        kind = type(manager)
-        if manager is UNKNOWN or (
-            not known.in_python(kind, "__exit__")
-            and not known.is_torchs(kind)
-            and kind.__module__ not in ("_thread", "_io")
-        ):
-            self.refuse(frame, f"enters a {kind.__name__}")
+    def identity(self, frame: _Frame, _: Any, a: Any, b: Any) -> None:
+        """Judges `a is b`: a plan, and a step that runs again, give each tensor of a carry memory of its own."""
+        self.kept.compared(a, b)
+        plain = any(type(x) in (bool, type(None)) for x in (a, b))
+        if not plain and any(_stands_for(x) is not None for x in (a, b)):
+            self.refuse(frame, "asks whether a number that the loop gives is the same object")
+        if a is not b and all(isinstance(x, Tensor) and not self.is_new(x) for x in (a, b)):
+            self.refuse(frame, "asks whether two tensors that it was given are the same")
 
 
-def _say_unless_refused(said: Any) -> None:
-    if not isinstance(said.exc_value, Effect):
-        _COUNTED["said by"](said)
+def _stands_for(x: Any) -> Any:
+    """The type of the number that something stands for."""
+    if type(x).__name__ == "NumberRead":
+        return x.__class__
+    return _STAND_INS.get(type(x).__name__) if known.is_torchs(type(x)) else None
 
 
-def _item(x: Any, key: Any) -> Any:
-    """An item that is there, found without what a class has of its own; of a strange key nobody knows."""
-    return dict.get(x, key, GONE) if _is_plain(key) else 0
+def _is_function(x: Any) -> bool:
+    """Whether something is a custom Function, whose code is followed where it runs."""
+    return isinstance(x, type) and issubclass(x, torch.autograd.Function)
 
 
-def _is_plain(key: Any) -> bool:
-    return type(key) in (str, int, float, bool, bytes, type(None))
-
-
-def _key_said(key: Any) -> str:
-    return f"[{key!r}]" if isinstance(key, (str, int)) else "an item"
-
-
-def _same(a: Any, b: Any) -> bool:
-    kind = type(a)
-    return a is b or (kind is type(b) and kind in (int, float, bool, str) and a == b and repr(a) == repr(b))
+def _name_of(f: Any) -> str:
+    name = getattr(f, "__name__", None)
+    return f"{name}()" if isinstance(name, str) else f"a {type(f).__name__}"

@@ -9,6 +9,7 @@ import array
 import collections
 import functools
 import io
+import itertools
 import re
 import sys
 import threading
@@ -101,7 +102,7 @@ CALLING = frozenset(
     )
 )
 # Calls whose result is new, though the collector does not see it.
-MAKERS = frozenset(words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype iter"))
+MAKERS = frozenset(words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype"))
 
 PLACES = frozenset({"data_ptr", "untyped_storage", "is_set_to", "_is_alias_of"})  # what says where a tensor lies
 SEEDS = frozenset(words("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset"))
@@ -152,22 +153,22 @@ def tells_numbers(function: Any, args: Any, kwargs: dict[str, Any], out: Any) ->
     if name in _TAKE_SIZES or name in _CUT_BY_TENSORS or name == "__getitem__":
         given = list(_flat((*args, *kwargs.values())))
         tensors = [x for x in (given if name in _TAKE_SIZES else given[1:] or given) if isinstance(x, Tensor)]
-        if name in _CUT_BY_TENSORS:
-            return bool(tensors)
-        if any(x.dtype in _MASKS if name == "__getitem__" else _is_size(x) for x in tensors):
-            return True
-        if name == "__getitem__" and any(isinstance(x, Tensor) for x in _flat(_bounds(args[1:]))):
+        bounds = [(x.start, x.stop, x.step) for x in given if isinstance(x, slice)]
+        if name not in _CUT_BY_TENSORS:
+            tensors = [*filter(_is_size if name in _TAKE_SIZES else _is_mask, tensors)]
+        if tensors or any(isinstance(x, Tensor) for x in _flat(bounds)):
             return True
     if out is None or isinstance(out, Tensor) or function in QUERIES or name == "__get__":
         return False
     return not (isinstance(out, (tuple, list)) and all(isinstance(x, Tensor) for x in out))
 
 
-_MASKS = torch.bool, torch.uint8
-
-
 def _is_size(x: Tensor) -> bool:
     return not x.dim() and not (x.is_floating_point() or x.is_complex())
+
+
+def _is_mask(x: Tensor) -> bool:
+    return x.dtype in (torch.bool, torch.uint8)
 
 
 def _flat(x: Any) -> Iterator[Any]:
@@ -178,9 +179,11 @@ def _flat(x: Any) -> Iterator[Any]:
         yield x
 
 
-def _bounds(index: Any) -> list[Any]:
-    """Where the slices in an index begin and end."""
-    return [(x.start, x.stop, x.step) for x in _flat(index) if isinstance(x, slice)]
+def above(frame: types.FrameType | None) -> Iterator[types.FrameType]:
+    """A frame, and those that led to it."""
+    while frame is not None:
+        yield frame
+        frame = frame.f_back
 
 
 def module_of(frame: types.FrameType) -> str:
@@ -206,16 +209,17 @@ def is_of_library(frame: types.FrameType, writers: bool) -> bool:
     """Whether the standard library runs here for a library that is trusted, as torch's logging does."""
     if module_of(frame) in ("weakref", "_weakrefset") and "__init__.<locals>" in frame.f_code.co_qualname:
         return True  # it is called when an object dies, and forgets it
-    at: types.FrameType | None = frame
     if module_of(frame) == "torch.random":  # followed for the user, not for loops that read and set states themselves
-        while at is not None and module_of(at).startswith("torch."):
-            at = at.f_back
-        return at is not None and module_of(at).startswith("tensorloop.")
-    while at is not None and _is_standard(module_of(at)):
+        caller = next((x for x in above(frame) if not module_of(x).startswith("torch.")), None)
+        return caller is not None and module_of(caller).startswith("tensorloop.")
+    for at in above(frame):
+        if not _is_standard(module_of(at)):
+            break
         if writers and module_of(at).partition(".")[0] in _WRITERS:
             return True
-        at = at.f_back
-    if at is None or at is frame:
+    else:
+        return False
+    if at is frame:
         return False
     # What torch.compile makes of a function has that function's globals.
     return module_of(at).partition(".")[0] in LIBRARIES or is_compiled(at.f_code)
@@ -233,32 +237,22 @@ _imported: Any = getattr(
 
 def imports(frame: types.FrameType | None) -> bool:
     """Whether a module is imported here: what its code does is done once."""
-    if not _imported:
-        return False
-    while frame is not None:
-        if module_of(frame) in _IMPORTS:
-            return True
-        frame = frame.f_back
-    return False
+    return bool(_imported) and any(module_of(x) in _IMPORTS for x in above(frame))
 
 
 def restores(frame: types.FrameType | None) -> bool:
     """Whether torch sets the state of a generator that it puts back: `fork_rng` and `torch.utils.checkpoint` do."""
-    while frame is not None and module_of(frame).startswith("torch."):
-        if frame.f_code.co_name == "fork_rng" or module_of(frame) == "torch.utils.checkpoint":
-            return True
-        frame = frame.f_back
-    return False
+    of_torch = itertools.takewhile(lambda x: module_of(x).startswith("torch."), above(frame))
+    return any(x.f_code.co_name == "fork_rng" or module_of(x) == "torch.utils.checkpoint" for x in of_torch)
 
 
 def users(frame: types.FrameType) -> types.FrameType:
     """The innermost frame that is neither a trusted library's nor the standard library's."""
-    at: types.FrameType | None = frame
-    while at is not None and (
-        is_trusted(name := module_of(at)) or _is_standard(name) or name.partition(".")[0] in LIBRARIES
-    ):
-        at = at.f_back
-    return at or frame
+    return next((x for x in above(frame) if not _is_library(module_of(x))), frame)
+
+
+def _is_library(name: str) -> bool:
+    return is_trusted(name) or _is_standard(name) or name.partition(".")[0] in LIBRARIES
 
 
 def _is_standard(name: str) -> bool:
@@ -271,15 +265,27 @@ def is_pure(module: str, name: str) -> bool:
     return pure or name in _PURE_OF.get(module, ()) or name == "_jit_internal"
 
 
+@functools.lru_cache(4096)
+def reads(kind: type, name: str) -> bool:
+    """Whether a method in C of such an object only reads it."""
+    return any(issubclass(kind, base) and name in names for base, names in READS.items())
+
+
 def is_torchs(kind: Any) -> bool:
     """Whether a type is torch's or this library's, whose objects others look after."""
     module = kind.__module__ or ""
     return module.partition(".")[0] in ("torch", "tensorloop") and is_trusted(module)
 
 
-def of_type(kind: type, name: str) -> Any:
+def class_with(kind: type, name: str) -> type | None:
+    """The class of which an attribute is."""
+    return next((base for base in kind.__mro__ if name in base.__dict__), None)
+
+
+def of_type(kind: type, name: str, default: Any = None) -> Any:
     """An attribute of a type, as it stands in its class."""
-    return next((base.__dict__[name] for base in kind.__mro__ if name in base.__dict__), None)
+    base = class_with(kind, name)
+    return default if base is None else base.__dict__[name]
 
 
 def dict_of(x: Any) -> Any:

@@ -124,10 +124,19 @@ class Asked(StepNotes):
 
     writers = False
 
+    def __init__(self) -> None:
+        super().__init__()
+        self._filled = set[Any]()  # what a cached property has kept, which code does that is not followed
+
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
         right = self.writers and (id(owner), name) not in self._read and _can_be_undone(owner, name)
-        return right and super().writes(owner, name, was, anew)
+        return right and super().writes(owner, name, GONE if (id(owner), name) in self._filled else was, anew)
+
+    def fills_if_missing(self, held: dict[str, Any], name: str) -> None:
+        """An object's cached property is read: what had not been there is not there again when this is undone."""
+        if name not in held:
+            self._filled.add((id(held), name))
 
     def reads(self, owner: Any, name: Any) -> bool:
         """As of all notes."""
@@ -148,6 +157,7 @@ class Asked(StepNotes):
     def keep(self) -> None:
         """What has been written so far is done."""
         self._before.clear()
+        self._filled.clear()
 
 
 def _can_be_undone(owner: Any, name: Any) -> bool:
@@ -197,36 +207,21 @@ def home(owner: Any, name: str) -> tuple[Any, Any]:
     return held, name
 
 
-def contents(cell: Any) -> Any:
-    """What a variable of a closure holds."""
+def contents(variable: Any) -> Any:
+    """What a variable of a closure holds, or one of a context, its default among that."""
     try:
-        return cell.cell_contents
-    except ValueError:
+        return variable.get() if type(variable) is ContextVar else variable.cell_contents
+    except (ValueError, LookupError):
         return GONE
-
-
-def value_of(variable: ContextVar[Any]) -> Any:
-    """What is in a variable of a context, its default among that."""
-    try:
-        return variable.get()
-    except LookupError:
-        return GONE
-
-
-def class_with(kind: type, name: str) -> type | None:
-    """The class of which an attribute is."""
-    return next((base for base in kind.__mro__ if name in base.__dict__), None)
 
 
 def of_class(owner: Any, name: str) -> Any:
     """What stands in a slot, or else in the class."""
-    base = class_with(owner if isinstance(owner, type) else type(owner), name)
-    if base is None and isinstance(owner, type):
-        base = class_with(type(owner), name)
-    found: Any = GONE if base is None else base.__dict__[name]
+    kind = owner if isinstance(owner, type) and known.class_with(owner, name) else type(owner)
+    found = known.of_type(kind, name, GONE)
     try:
         return found.__get__(owner) if type(found) in _SLOTS and not isinstance(owner, type) else found
-    except AttributeError:
+    except (AttributeError, ValueError):
         return GONE
 
 

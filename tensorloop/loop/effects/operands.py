@@ -21,8 +21,8 @@ _FRAME, _HEIGHT, _LOCALS, _WORD = 24, 64, 72, ctypes.sizeof(ctypes.c_void_p)
 _address, _int = ctypes.c_void_p.from_address, ctypes.c_int.from_address
 _WORDS = tuple(ctypes.c_void_p * n for n in range(300))  # a call has at most 255 arguments on the stack
 _HEIGHT_IS_WRITTEN = sys.version_info < (3, 12)  # later ones write it for some instructions alone: it is counted then
-_ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
-_ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
+ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
+ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
 _MOST_CODES = 4096
 _NO_PUSH = (
     "STORE_",
@@ -88,14 +88,12 @@ def steps_of(code: CodeType) -> tuple[dis.Instruction, ...]:
 
 def operands(frame: FrameType, n: int) -> list[Any]:
     """The upper n values of the stack, the top one last; NULL is `EMPTY`."""
-    return _read(frame, n) if _reads else _traced_back(frame, n)
+    return _read(frame, n) if stack_is_known else _traced_back(frame, n)
 
 
 def cell(frame: FrameType, i: int) -> Any:
     """What is in a local variable, of a free one the cell; `UNKNOWN` where it cannot be read."""
-    if not _reads:
-        return UNKNOWN
-    return _local(frame, i)
+    return _local(frame, i) if stack_is_known else UNKNOWN
 
 
 def on_stack(frame: FrameType, i: int) -> Any:
@@ -129,12 +127,17 @@ def _variables(code: CodeType) -> int:
 @by_code
 def heights(code: CodeType) -> dict[int, int]:
     """How many values are on the stack before each instruction: the same on every way there."""
+    begins = [(target, depth + lasti + 1) for _, _, target, depth, lasti in handlers(code)]
+    return reached(code, [(steps_of(code)[0].offset, 0), *begins])
+
+
+def reached(code: CodeType, begins: Sequence[tuple[int, int]]) -> dict[int, int]:
+    """The instructions on the ways from some, given by (offset, height of the stack), and the stack's height there."""
     steps = steps_of(code)
     after = {a.offset: b.offset for a, b in itertools.pairwise(steps)}
     at = {i.offset: i for i in steps}
     found: dict[int, int] = {}
-    todo: list[tuple[int | None, int]] = [(steps[0].offset, 0)]
-    todo += [(target, depth + lasti + 1) for _, _, target, depth, lasti in handlers(code)]
+    todo: list[tuple[int | None, int]] = [*begins]
     while todo:
         offset, depth = todo.pop()
         while offset is not None and offset not in found:
@@ -142,7 +145,7 @@ def heights(code: CodeType) -> dict[int, int]:
             arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
             if i.opcode in dis.hasjrel or i.opcode in dis.hasjabs:
                 todo.append((i.argval, depth + dis.stack_effect(i.opcode, arg, jump=True)))
-            if i.opname in _ENDS:
+            if i.opname in ENDS:
                 break
             depth += _effect(i, arg)
             offset = after.get(offset)
@@ -197,7 +200,7 @@ def producer(steps: Sequence[dis.Instruction], k: int, depth: int) -> tuple[int,
     """
     while (k := k - 1) >= 0:
         i = steps[k]
-        if steps[k + 1].is_jump_target or i.opname in _ENDS or i.opcode in dis.hasjrel:
+        if steps[k + 1].is_jump_target or i.opname in ENDS or i.opcode in dis.hasjrel:
             return None
         arg = i.arg if i.opcode >= dis.HAVE_ARGUMENT else None
         if i.opname in ("SWAP", "COPY"):
@@ -273,57 +276,17 @@ def _works() -> bool:
     known = (3, 11) <= sys.version_info[:2] <= (3, 13) and sys.implementation.name == "cpython"
     if not known or _WORD != 8 or not getattr(sys, "_is_gil_enabled", lambda: True)():
         return False
-    holder, value, seen = type("Holder", (), {})(), object(), list[Any]()
 
     def probe(a: Any, b: Any) -> Any:
-        a.x = b
-        return a, lambda: value
+        return a, b, look(), lambda: b
 
-    stores = {i.offset for i in dis.get_instructions(probe) if i.opname == "STORE_ATTR"}
+    def look() -> list[Any]:
+        frame, below = sys._getframe(1), _variables(probe.__code__)
+        upper = _read(frame, 2) if _HEIGHT_IS_WRITTEN else [_local(frame, below), _local(frame, below + 1)]
+        return [*upper, _local(frame, 0), type(_local(frame, 1))]
 
-    def look(frame: FrameType) -> None:
-        if frame.f_lasti in stores:
-            seen.extend((*_read(frame, 2), _local(frame, 0), type(_local(frame, 2))))
-
-    _probed(probe, look, holder, value)
-    return seen == [value, holder, holder, CellType]
+    a, b = object(), object()
+    return probe(a, b)[2] == [a, b, a, CellType]
 
 
-def _probed(probe: Any, look: Any, *args: Any) -> None:
-    """Calls `probe`, and `look` with its frame before each of its instructions."""
-    if sys.version_info >= (3, 12):
-        m = sys.monitoring
-        tool = next((i for i in range(6) if m.get_tool(i) is None), None)
-        if tool is None:
-            return
-        m.use_tool_id(tool, "tensorloop's test of frames")
-        m.register_callback(tool, m.events.INSTRUCTION, lambda code, offset: look(sys._getframe(1)))
-        m.set_local_events(tool, probe.__code__, m.events.INSTRUCTION)
-        try:
-            probe(*args)
-        finally:
-            m.set_local_events(tool, probe.__code__, 0)
-            m.register_callback(tool, m.events.INSTRUCTION, None)
-            m.free_tool_id(tool)
-        return
-
-    def local(frame: FrameType, event: str, arg: Any) -> Any:
-        if event == "opcode":
-            look(frame)
-        return local
-
-    def trace(frame: FrameType, event: str, arg: Any) -> Any:
-        if frame.f_code is not probe.__code__:
-            return None
-        frame.f_trace_opcodes = True
-        return local
-
-    before = sys.gettrace()
-    sys.settrace(trace)
-    try:
-        probe(*args)
-    finally:
-        sys.settrace(before)
-
-
-_reads = _works()
+stack_is_known = _works()

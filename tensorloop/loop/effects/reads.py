@@ -27,7 +27,9 @@ from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, words
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _ONE = BuiltinFunctionType, MethodDescriptorType, property, type(...)
-_ASK_KIND = frozenset(words("isinstance issubclass callable type getattr hasattr len iter super enumerate zip map"))
+_ASK_KIND = frozenset(
+    words("isinstance issubclass callable type getattr hasattr len iter next super enumerate zip map")
+)
 _MOST, _MOST_NODES = 256, 4096  # elements of a container, nodes of a step
 _SIZED = (list, dict, set, frozenset, tuple, bytearray, memoryview, deque)
 
@@ -47,6 +49,7 @@ class Reads:
 
     def __init__(self, roots: Sequence[Any]) -> None:
         self.complete = True
+        self.is_new: Any = None  # says of an object whether the step that is followed made it
         self._nodes: list[_Node] = []
         self._roots = len(roots)
         self._noted: dict[tuple[int, Any, Any], int] = {}
@@ -123,7 +126,7 @@ class Reads:
 
     # -- what is read
 
-    def variable(self, frame: FrameType, name: str, cell: Any, is_new: Callable[[Any], bool]) -> None:
+    def variable(self, frame: FrameType, name: str, cell: Any) -> None:
         """A variable of a closure."""
         at = self._cells.get(id(cell))
         if at is not None:
@@ -134,7 +137,7 @@ class Reads:
             if owner is not None:
                 key = frame.f_code.co_freevars.index(name)
                 self._add(owner, fetches.closure_variable, key, frame.f_locals.get(name, GONE))
-        elif not is_new(cell):
+        elif not self.is_new(cell):
             self.complete = False
 
     def of_globals(self, frame: FrameType, name: str) -> None:
@@ -148,7 +151,7 @@ class Reads:
         else:
             self.complete = False
 
-    def attribute(self, owner: Any, name: str, is_new: Callable[[Any], bool]) -> None:
+    def attribute(self, owner: Any, name: str) -> None:
         """An attribute, which may be the object's or its class's."""
         kind = type(owner)
         if isinstance(owner, Tensor):
@@ -163,13 +166,13 @@ class Reads:
             self.inherited(owner.__thisclass__, owner.__self__, name)
         elif not isinstance(owner, _SCALARS):
             at = self._numbers.get(id(owner))
-            if at is None and is_new(owner):
+            if at is None and self.is_new(owner):
                 held = known.dict_of(owner)
                 of_library = kind.__module__ == "builtins" or known.is_trusted(kind.__module__ or "")
                 if (type(held) is dict and name in held) or of_library:
                     return
                 owner, kind = kind, type(kind)
-                if is_new(owner):
+                if self.is_new(owner):
                     return
             if at is None and issubclass(kind, (type, ModuleType)):
                 at = self._constant(owner)
@@ -193,26 +196,26 @@ class Reads:
         self._part(self._numbers.get(id(owner)), fetches.own_dict, "__dict__", owner)
         self.complete = False
 
-    def item(self, container: Any, key: Any, is_new: Callable[[Any], bool]) -> None:
+    def item(self, container: Any, key: Any) -> None:
         """An item."""
         if isinstance(container, (*_SCALARS, Tensor)) or container is NEW:
             return
         exact = type(container) in (dict, list, tuple) and type(key) in (str, int, bool)
         if not exact or (type(key) is not int and type(container) is not dict):
-            return self.whole(container, is_new)
+            return self.whole(container)
         at = self._numbers.get(id(container))
-        if at is not None or not is_new(container):
+        if at is not None or not self.is_new(container):
             self._part(at, fetches.item, key, container)
         return None
 
-    def given(self, name: str, args: Sequence[Any], is_new: Callable[[Any], bool]) -> None:
+    def given(self, name: str, args: Sequence[Any]) -> None:
         """A function in C, by its name, reads what it is given."""
         self.complete &= name not in ("id", "hash")
         for x in args:
             if not isinstance(x, Tensor):
-                self.whole(x, is_new, name in _ASK_KIND)
+                self.whole(x, name in _ASK_KIND)
 
-    def whole(self, x: Any, is_new: Callable[[Any], bool], asks_kind: bool = True, depth: int = 4) -> None:
+    def whole(self, x: Any, asks_kind: bool = True, depth: int = 4) -> None:
         """All of an object that is iterated over, compared or asked whether it is true."""
         kind = type(x)
         if isinstance(x, (*_SCALARS, Tensor, type, ModuleType, FunctionType, *_ONE)) or x is EMPTY or x is NEW:
@@ -221,7 +224,7 @@ class Reads:
             return self.module(x)
         at = self._numbers.get(id(x))
         if kind in (list, tuple, dict):
-            if (at is None and kind is not tuple and not is_new(x)) or depth == 0 or len(x) > _MOST:
+            if (at is None and kind is not tuple and not self.is_new(x)) or depth == 0 or len(x) > _MOST:
                 self.complete = False
                 return None
             if at is not None:
@@ -229,15 +232,15 @@ class Reads:
             for key, y in x.items() if kind is dict else enumerate(x):
                 if at is not None:
                     self._add(at, fetches.item, key, y)
-                self.whole(y, is_new, asks_kind, depth - 1)
+                self.whole(y, asks_kind, depth - 1)
         elif kind in (set, frozenset):
             plain = all(isinstance(y, _SCALARS) for y in x)
             if at is not None and plain:
                 self._add(at, fetches.elements, None, frozenset(x))
-            elif not (plain and is_new(x)):
+            elif not (plain and self.is_new(x)):
                 self.complete = False
         elif at is None:
-            self.complete &= x is not UNKNOWN and is_new(x)
+            self.complete &= x is not UNKNOWN and self.is_new(x)
         elif not (asks_kind and _is_users(kind) and kind.__weakrefoffset__ != 0):
             self.complete = False
             if not isinstance(x, _SIZED) or len(x) <= _MOST:
@@ -255,7 +258,7 @@ class Reads:
             if not known.is_trusted(type(m).__module__ or ""):
                 self._part(self._numbers.get(id(m)), fetches.way_to(m, "forward"), "forward", m)
 
-    def begins(self, frame: FrameType, is_new: Callable[[Any], bool]) -> None:
+    def begins(self, frame: FrameType) -> None:
         """Code of the user's begins: it must be known how whoever called it came to it."""
         code, caller = frame.f_code, frame.f_back
         if id(code) not in self._codes and not (caller and known.module_of(caller).startswith("tensorloop.loop")):
@@ -264,7 +267,7 @@ class Reads:
             base = next((kind for kind in kinds if _runs(kind.__dict__.get(code.co_name), code)), None)
             if base is None:  # neither a method nor a property
                 self.complete = False
-            elif not is_new(base):
+            elif not self.is_new(base):
                 self._part(self._constant(base), fetches.attribute, code.co_name, base)
         self.complete &= bool(code.co_flags & 2)
         self._know_codes(code)
@@ -347,6 +350,19 @@ class Reads:
             for inner in code.co_consts:
                 if type(inner) is CodeType:
                     self._know_codes(inner)
+
+
+class _Nobody:
+    """Notes nothing, for a step of which nobody asks what it reads."""
+
+    complete = True
+    is_new: Any = None
+
+    def __getattr__(self, name: str) -> Any:
+        return lambda *_: None
+
+
+NOBODY: Any = _Nobody()
 
 
 def _runs(x: Any, code: CodeType) -> bool:

@@ -11,6 +11,8 @@ import sys
 from collections.abc import Callable
 from typing import Any
 
+from tensorloop.loop.effects.operands import stack_is_known
+
 _held: list[Any] = []
 _EVENTS = ["call", "exception", "opcode"]
 _TRACE_AT = 32  # byte of `f_trace` in a PyFrameObject of CPython 3.11
@@ -40,60 +42,26 @@ none:
 """
 
 
-def _made(text: str) -> tuple[Any, Callable[[Any], Callable[[], None]]]:
-    """(who holds the instructions, what makes a function that has a trace function called by them)."""
-    from llvmlite import binding
-
+@functools.cache
+def tracer(function: Any) -> Callable[[], None]:
+    """What sets a trace function: for good, if the interpreter is known, else as `sys.settrace` does."""
+    try:
+        from llvmlite import binding
+    except ImportError:
+        return functools.partial(sys.settrace, function)
+    if not stack_is_known:  # nor then where a frame has its trace function
+        return functools.partial(sys.settrace, function)
+    text, api = _TEXT, ctypes.pythonapi
+    numbers = {"TRACE": _TRACE_AT} | {f"NAME{k}": id(x) for k, x in enumerate(_EVENTS)}
+    for name, called in {"CALL": api.PyObject_CallFunctionObjArgs, "DROP": api.Py_DecRef}.items():
+        numbers[name] = ctypes.cast(called, ctypes.c_void_p).value or 0
+    for name, number in numbers.items():
+        text = text.replace(name, str(number))
     binding.initialize_native_target()
     binding.initialize_native_asmprinter()
     machine = binding.Target.from_default_triple().create_target_machine()
     engine = binding.create_mcjit_compiler(binding.parse_assembly(text), machine)
     engine.finalize_object()
-    set_trace = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.py_object)(("PyEval_SetTrace", ctypes.pythonapi))
-    return engine, functools.partial(functools.partial, set_trace, engine.get_function_address("traced"))
-
-
-@functools.cache
-def tracer(function: Any) -> Callable[[], None]:
-    """What sets a trace function: for good, if the interpreter is known, else as `sys.settrace` does."""
-    api = ctypes.pythonapi
-    numbers = {"TRACE": _TRACE_AT} | {f"NAME{k}": id(x) for k, x in enumerate(_EVENTS)}
-    for name, called in {"CALL": api.PyObject_CallFunctionObjArgs, "DROP": api.Py_DecRef}.items():
-        numbers[name] = ctypes.cast(called, ctypes.c_void_p).value or 0
-    text = _TEXT
-    for name, number in numbers.items():
-        text = text.replace(name, str(number))
-    try:
-        engine, made = _made(text)
-    except (ImportError, RuntimeError):
-        return functools.partial(sys.settrace, function)
     _held.append(engine)
-    return made(function) if _works(made) else functools.partial(sys.settrace, function)
-
-
-def _works(made: Callable[[Any], Callable[[], None]]) -> bool:
-    """Whether a function that has raised an error is still there, as a test."""
-    events = list[str]()
-
-    def begins(frame: Any, event: str, arg: Any) -> None:
-        if frame.f_code is probe.__code__:
-            frame.f_trace_opcodes, frame.f_trace_lines, frame.f_trace = True, False, local
-
-    def local(frame: Any, event: str, arg: Any) -> None:
-        events.append(event)
-        if event == "opcode" and events.count("opcode") == 3:
-            raise ZeroDivisionError
-
-    def probe() -> int:
-        try:
-            return 1 + len(events)
-        except ZeroDivisionError:
-            return 2
-
-    before = sys.gettrace()
-    made(begins)()
-    try:
-        result = probe()
-    finally:
-        sys.settrace(before)
-    return result == 2 and events.count("opcode") > 6
+    set_trace = ctypes.PYFUNCTYPE(None, ctypes.c_void_p, ctypes.py_object)(("PyEval_SetTrace", api))
+    return functools.partial(set_trace, engine.get_function_address("traced"), function)

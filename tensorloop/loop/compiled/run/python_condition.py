@@ -22,7 +22,7 @@ from tensorloop.loop.compiled.look import autocast
 from tensorloop.loop.compiled.look.frame import CURE_OF_ROWS, ROWS_STOP
 from tensorloop.loop.compiled.look.look import Look
 from tensorloop.loop.effects.follow import following
-from tensorloop.loop.effects.judge import Effect, Judge
+from tensorloop.loop.effects.judge import Judge
 from tensorloop.loop.effects.notes import Ways
 from tensorloop.loop.known_reads import code_of
 from tensorloop.loop.loop import Loop
@@ -103,12 +103,10 @@ class PythonCondition:
             return ask(*given)
         asked = self.loop.asked
         assert asked is not None
-        judge = Judge(asked, self._paths)
+        judge, answer = Judge(asked, self._paths), None
         try:
             with asked.asking(), following(judge):
                 answer = ask(*given)
-        except Effect:
-            answer = None
         finally:
             judge.end()
             self._paths.next()
