@@ -52,7 +52,7 @@ class Counts(Exception):
 
 
 class Key:
-    """A key by which plans are found: one object for equal parts (`key_of`), so that a table compares no more than it."""
+    """A key by which plans are found: one object for equal parts (`key_of`), so that tables compare no more than it."""
 
     __slots__ = ("__weakref__",)
 
