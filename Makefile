@@ -5,6 +5,10 @@ STAMP := .venv/installed
 SITE := .venv-site/bin/python
 SITE_STAMP := .venv-site/installed
 
+# Bytecode is kept, below build/, where the environment forbids it, too: half of the time of collecting tests is parsing.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
+
 .PHONY: demo test test-all test-compiled test-device test-guarded test-lanes test-newest fuzz check format bench docs site package clean
 
 demo: $(STAMP)
