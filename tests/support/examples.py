@@ -7,4 +7,4 @@ HUNDRED = 100  # that a profile has by itself
 
 def at_most(examples: int) -> settings:
     """A decorator, for tests beside `@given`."""
-    return settings(max_examples=max(examples * settings.default.max_examples // HUNDRED, 1))
+    return settings(max_examples=max(examples * settings().max_examples // HUNDRED, 1))
