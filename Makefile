@@ -5,13 +5,18 @@ STAMP := .venv/installed
 SITE := .venv-site/bin/python
 SITE_STAMP := .venv-site/installed
 
-.PHONY: demo test test-all test-compiled test-device test-guarded test-lanes test-newest fuzz check format bench docs site package clean
+# Bytecode is kept, below build/, where the environment forbids it, too: half of the time of collecting tests is parsing.
+unexport PYTHONDONTWRITEBYTECODE
+export PYTHONPYCACHEPREFIX := $(CURDIR)/build/bytecode
+
+.PHONY: demo test test-all coverage test-compiled test-device test-guarded test-lanes test-newest fuzz check format bench docs site package clean
 
 demo: $(STAMP)
 	$(PY) -m docs.examples.g2p demo
 
 # A process for each core, four at most, of one thread each.
-PYTEST := $(PY) -m pytest -n logical --maxprocesses 4 --dist worksteal
+TESTS := pytest -n logical --maxprocesses 4 --dist worksteal
+PYTEST := $(PY) -m $(TESTS)
 
 # What is worth its time at every change: tests/conftest.py says what it leaves out. On the pretended device that is what
 # holds the device itself, the budgets and how loops are replayed.
@@ -21,6 +26,22 @@ test: $(STAMP)
 
 test-all: $(STAMP)
 	$(PYTEST) --all
+
+# Lines that tests run, by file and in all. What numba compiles is not counted, so tests of kernels run again with kernels
+# as plain Python, those of test_methods.py as far as they get. Tests that measure memory or look at frames may fail here.
+COVERAGE := $(PY) -m coverage
+AS_PYTHON := -p tests.support.kernels_as_python -W ignore::RuntimeWarning
+OF_KERNELS := kernels/test_kernels kernels/test_kernel_slots kernels/test_kernel_infinities kernels/test_regroup \
+	beam/test_beam_kernels attention/test_past risk/test_edit_distance loop/test_linear_recurrence \
+	packed/operations/test_packed_losses packed/operations/test_packed_transducer \
+	ordering/test_graphs ordering/test_permutation ordering/test_block_masks
+coverage: $(STAMP)
+	rm -rf build/coverage && mkdir -p build/coverage
+	-$(COVERAGE) run -m $(TESTS) --all
+	-$(COVERAGE) run -m pytest --all $(AS_PYTHON) $(OF_KERNELS:%=tests/%.py)
+	-timeout 130 $(COVERAGE) run -m pytest --all $(AS_PYTHON) tests/ordering/test_methods.py
+	$(COVERAGE) combine --quiet
+	$(COVERAGE) report
 
 # Every test of loops with compiled loops; `test` has some of them.
 test-compiled: $(STAMP)

@@ -4,8 +4,9 @@ With `--compiled` the loops of every test run with `compile=True` where a test l
 some files do, beside the eager ones. Tests for which that cannot hold are marked `eager_only`, with the reason. They
 run compiled all the same, and must fail: a mark that is needed no more is an error.
 
-Without `--all` a run takes what is worth its time at every change: no test and no case that is marked `extended`, and
-of a test with three parameters or more as many cases as have every pair of values. What is named by its id always runs.
+Without `--all` a run takes what is worth its time at every change: no test and no case that is marked `extended`, of a
+test marked `few` the cases that the mark names, or as many as have every value of each parameter, and of any other test
+with three parameters or more as many as have every pair of values. What is named by its id always runs.
 
 With `--device` a pretended CUDA device is the default one: tests/device says what it is and which tests are not for it.
 With TENSORLOOP_PTX=1 in the environment compiled loops are kernels there.
@@ -20,6 +21,7 @@ import gc
 import inspect
 import itertools
 import threading
+from collections import Counter
 from collections.abc import Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,7 +35,7 @@ from tensorloop._common import arguments
 from tensorloop.compiler.targets.cpu import guarded
 from tensorloop.loop.compiled import few_steps
 from tests.device import built, excluded, pretended
-from tests.support import lane_cores
+from tests.support import kept_objects, lane_cores
 
 LANES = pytest.StashKey[lane_cores.Made]()
 
@@ -42,6 +44,7 @@ hypothesis.settings.register_profile("tensorloop", deadline=None, derandomize=Tr
 hypothesis.settings.register_profile("few", hypothesis.settings.get_profile("tensorloop"), max_examples=40)
 hypothesis.settings.load_profile("tensorloop")
 torch.set_num_threads(1)
+kept_objects.begin()
 few_steps.FIRST = 10**9  # loops of few steps are compiled, too: they are most of what is tested
 
 ALWAYS_COMPILED_TOO = {
@@ -59,6 +62,10 @@ _MARK = (
 _EXTENDED = (
     "extended(*cases): repeats what other cases hold, with more seeds or sizes; all of the test, or where its id has "
     "one of `cases`. Runs with --all alone"
+)
+_FEW = (
+    "few(*cases): the cases whose id has one of `cases` differ in kind, and the others run with --all alone; without "
+    "`cases`, as many as have every value of each parameter"
 )
 
 
@@ -78,6 +85,7 @@ def pytest_ignore_collect(collection_path: Path, config: pytest.Config) -> bool 
 def pytest_configure(config: pytest.Config) -> None:
     config.addinivalue_line("markers", _MARK)
     config.addinivalue_line("markers", _EXTENDED)
+    config.addinivalue_line("markers", _FEW)
     if config.getoption("--device"):
         if why := built.why_not():
             pytest.exit(f"tests on a device are left out: {why}", returncode=0)
@@ -131,11 +139,26 @@ def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item
 def leave_out_what_repeats(config: pytest.Config, items: list[pytest.Item]) -> None:
     tests: dict[str, list[pytest.Item]] = {}
     for item in items:
-        if not any(not mark.args or any(case in item.name for case in mark.args) for mark in marks(item, "extended")):
+        if not is_extended(item):
             tests.setdefault(item.nodeid.partition("[")[0], []).append(item)
-    chosen = {cases[n] for cases in tests.values() for n in of_every_pair([values(case) for case in cases])}
+    chosen = set()
+    for cases in tests.values():
+        alone = any(not mark.args for mark in marks(cases[0], "few"))
+        chosen |= {cases[n] for n in of_every([values(case) for case in cases], 1 if alone else 2)}
     config.hook.pytest_deselected(items=[item for item in items if item not in chosen])
     items[:] = [item for item in items if item in chosen]
+
+
+def is_extended(item: pytest.Item) -> bool:
+    """Whether a mark leaves it to --all."""
+    return any(not mark.args or is_named(item, mark) for mark in marks(item, "extended")) or any(
+        mark.args and not is_named(item, mark) for mark in marks(item, "few")
+    )
+
+
+def is_named(item: pytest.Item, mark: pytest.Mark) -> bool:
+    case = item.name[item.name.find("[") :]
+    return any(name in case for name in mark.args)
 
 
 def marks(item: pytest.Item, name: str) -> list[pytest.Mark]:
@@ -155,19 +178,20 @@ def values(item: pytest.Item) -> tuple[object, ...]:
     return (*found, *left.values())
 
 
-def of_every_pair(cases: Sequence[tuple[object, ...]]) -> Iterable[int]:
-    """The numbers of about the fewest cases in which each value of a parameter meets each value of every other.
+def of_every(cases: Sequence[tuple[object, ...]], together: int) -> Iterable[int]:
+    """The numbers of about the fewest cases with every value of each parameter (`together` 1), or with every pair (2).
 
-    Each next one is that with the most pairs that no chosen one has. Cases of two parameters are pairs themselves.
+    Each next one is that with the most that no chosen one has; among those, one of values that were seldom chosen.
     """
-    if len(cases[0]) < 3:
+    if len(cases[0]) <= together:
         return range(len(cases))
-    pairs = {n: set(itertools.combinations(enumerate(case), 2)) for n, case in enumerate(cases)}
-    missing = set().union(*pairs.values())
-    chosen = []
+    has = {n: set(itertools.combinations(enumerate(case), together)) for n, case in enumerate(cases)}
+    missing, taken, chosen = set().union(*has.values()), Counter(), []
     while missing:
-        chosen.append(max(pairs, key=lambda n: len(pairs[n] & missing)))
-        missing -= pairs.pop(chosen[-1])
+        chosen.append(max(has, key=lambda n: (len(has[n] & missing), -sum(taken[x] for x in has[n]))))
+        found = has.pop(chosen[-1])
+        missing -= found
+        taken.update(found)
     return chosen
 
 

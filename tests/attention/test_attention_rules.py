@@ -313,6 +313,7 @@ OF_SEARCHES: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("checkpoints", [None, 2])
 @pytest.mark.parametrize("kind", ["prompt", "none"])
 @pytest.mark.parametrize("rule", OF_SEARCHES)
+@pytest.mark.few
 def test_hypotheses_attend_by_rules(rule: str, kind: str, checkpoints: int | None):
     given, found, rules = search_inputs(), [], OF_SEARCHES[rule]
     wanted = [x for i, x in enumerate(given) if (kind == "prompt" or i not in (5, 6)) and ("bias" in rules or i != 7)]

@@ -48,6 +48,7 @@ def above_the_worst(hyps: beam.Hypotheses, table: Table, model: Any) -> Tensor:
 
 @pytest.mark.parametrize("steps", [1, 3, 6])
 @pytest.mark.parametrize("model", MODELS, ids=repr)
+@pytest.mark.few
 def test_a_capped_row_says_no_less_than_any_continuation_reaches(model: Any, steps: int):
     for seed, spread in enumerate((0.5, 4.0)):
         table = Table.random(ROWS, VOCABULARY, seed, spread, eos=-1.0)
@@ -61,6 +62,7 @@ def test_a_capped_row_says_no_less_than_any_continuation_reaches(model: Any, ste
 
 @pytest.mark.parametrize(("stop", "limit"), [("first_n", None), ("first_n", 5), ("hf", 5)])
 @pytest.mark.parametrize("model", MODELS, ids=repr)
+@pytest.mark.few
 def test_so_does_one_that_a_rule_ended(model: Any, stop: str, limit: int | None):
     table = floored(ROWS, VOCABULARY, seed=3)
     hyps = table.search(3, n_best=2, max_steps=limit, stop=stop, length=model)

@@ -81,6 +81,7 @@ def scanned(body: Callable[..., Any], **options: Any) -> Callable[..., Any]:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=[" ".join(x) or "plain" for x in OPTIONS])
 @pytest.mark.parametrize("body", BODIES)
+@pytest.mark.few
 def test_a_bool_chooses_the_plan_of_a_step(body: Callable[..., Any], options: dict[str, Any]):
     check_both(scanned(body, **options), INIT, XS, W, second=not options)
 

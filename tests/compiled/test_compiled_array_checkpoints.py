@@ -36,14 +36,15 @@ def checkpointed(monkeypatch: pytest.MonkeyPatch) -> Checkpointed:
     return use
 
 
+@pytest.mark.parametrize("k", [1, 2, 50])
 @pytest.mark.parametrize("name", LOOPS)
-def test_values_and_gradients_are_those_of_the_eager_loop(name: str, blocks: None, checkpointed: Checkpointed):
+@pytest.mark.few
+def test_values_and_gradients_are_those_of_the_eager_loop(name: str, k: int, blocks: None, checkpointed: Checkpointed):
     expected = outcome(LOOPS[name], False)
-    for k in (1, 2, 50):
-        checkpointed(k)
-        found = outcome(LOOPS[name], "strict")
-        check_equal(found[0], expected[0], 1e-11)
-        check_equal(found[1], expected[1], 1e-11)
+    checkpointed(k)
+    found = outcome(LOOPS[name], "strict")
+    check_equal(found[0], expected[0], 1e-11)
+    check_equal(found[1], expected[1], 1e-11)
 
 
 @pytest.mark.parametrize("name", ["means", "a_ring", "while_small", "writes_and_sums"])

@@ -142,6 +142,7 @@ EXACT = ("mul", "add", "sub", "div", "compare", "clamp", "max", "where", "fill",
 
 @pytest.mark.parametrize(("dtype", "shape"), [(torch.float32, (3, 2)), (torch.float32, ()), (D, (0,))], ids=str)
 @pytest.mark.parametrize("name", OPS)
+@pytest.mark.few
 def test_values_and_gradients_are_those_of_numbers(name: str, dtype: torch.dtype, shape: tuple[int, ...]):
     (h, xs), op = inputs(dtype, *shape), OPS[name]
     for t in VALUES:

@@ -102,13 +102,19 @@ def scanned(body: Any, **options: Any) -> Any:
     return lambda compile, c, x: tl.scan(body, c, x, compile=compile, **options)
 
 
-@pytest.mark.parametrize("name", STEPS)
-def test_an_edge_is_met_once(name: str):
-    step = STEPS[name]
-    check_both(scanned(to_y(step)), *numbers(torch.float32), tolerance=3e-4)
-    if name != "median":  # which is for all steps at once alone
-        check_both(scanned(to_carry(step)), *numbers(D), tolerance=1e-9)
-        check_both(scanned(to_both(step)), *numbers(torch.float32), tolerance=3e-4)
+@pytest.mark.parametrize(
+    ("to", "dtype", "tolerance"),
+    [(to_y, torch.float32, 3e-4), (to_carry, D, 1e-9), (to_both, torch.float32, 3e-4)],
+    ids=["y", "carry", "both"],
+)
+@pytest.mark.parametrize("name", [name for name in STEPS if name != "median"])
+@pytest.mark.few
+def test_an_edge_is_met_once(name: str, to: Any, dtype: torch.dtype, tolerance: float):
+    check_both(scanned(to(STEPS[name])), *numbers(dtype), tolerance=tolerance)
+
+
+def test_an_edge_of_what_is_for_all_steps_at_once_alone():
+    check_both(scanned(to_y(STEPS["median"])), *numbers(torch.float32), tolerance=3e-4)
 
 
 @pytest.mark.parametrize("name", ["amax", "eq", "topk", "sort", "maximum", "sign"])

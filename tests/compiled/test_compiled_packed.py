@@ -48,6 +48,7 @@ def both(name: str, dtype: torch.dtype = D, tolerance: float = 1e-11, lens: list
 @pytest.mark.parametrize("reverse", [False, True])
 @pytest.mark.parametrize("lens", [LENS, [1], [4, 4], [0, 2, 0], [1, 2, 3, 4, 5, 6, 7], [6, 1]], ids=str)
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.few
 def test_values_and_gradients_are_those_of_the_eager_loop(name: str, lens: list[int], reverse: bool):
     both(name, lens=lens, reverse=reverse)
 

@@ -142,6 +142,7 @@ def _weighted(x: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "checkpoints", "budget"])
 @pytest.mark.parametrize("name", LOOPS)
+@pytest.mark.few
 def test_the_gradient_of_a_table_takes_memory_for_its_rows(name: str, options: dict[str, Any]) -> None:
     expected = gradient(LOOPS[name], False, **options)
     found = gradient(LOOPS[name], "strict", largest := Largest(), **options)

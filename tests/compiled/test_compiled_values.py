@@ -29,6 +29,7 @@ def core(kind: str, monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     ids=["native-f64", "native-f32", "torch"],
 )
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.extended("native-f32")
 def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torch.dtype, tolerance: float, core: None):
     expected, expected_grads = outcome(CASES[name], dtype, False)
     found, grads = outcome(CASES[name], dtype, "strict")
@@ -44,6 +45,7 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, dtype: torc
         *("until", "while_one"),
     ],
 )
+@pytest.mark.few
 def test_checkpoints_change_no_number(name: str, checkpoints: int, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("tensorloop.loop.compiled.run.blocks.MOST_STEPS", 2)
     expected, expected_grads = outcome(CASES[name], torch.float64, False)

@@ -18,6 +18,7 @@ TOLERANCE = {torch.float32: {"rtol": 1e-4, "atol": 1e-5}, torch.float64: {"rtol"
 @pytest.mark.parametrize(("rows", "features", "dtype"), [(3, 17, torch.float64), (7, 33, torch.float32)])
 @pytest.mark.parametrize("name", CELLS)
 @pytest.mark.extended(*(f"[{name}" for name in ("rnn with sums", "gru", "vector", "chain", "kutta", "adam", "viterbi")))
+@pytest.mark.few
 def test_a_cell_runs_as_its_graph_says(name, rows, features, dtype, lanes, groups, order) -> None:
     cell = CELLS[name]
     given = inputs(cell, 5, rows, features, dtype)

@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.mark.parametrize(("rows", "features", "dtype"), SIZES)
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.few
 def test_a_cell_runs_as_its_graph_says(name: str, rows: int, features: int, dtype: torch.dtype, folder: Folder) -> None:
     cell = CELLS[name]
     given = inputs(cell, 5, rows, features, dtype)

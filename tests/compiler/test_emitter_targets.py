@@ -34,6 +34,7 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Folder:
 
 @pytest.mark.parametrize(("bits", "dtype"), [(128, torch.float32), (256, torch.float64), (512, torch.float32)])
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.few
 def test_every_width_gives_the_same(name: str, bits: int, dtype: torch.dtype, folder: Folder) -> None:
     cell, here = CELLS[name], host()
     given = inputs(cell, 3, 5, 21, dtype)

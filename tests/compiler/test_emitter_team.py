@@ -99,6 +99,7 @@ def case(name: str, dtype: torch.dtype = torch.float64, rows: int = B, columns: 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32])
 @pytest.mark.parametrize("name", MEETING)
+@pytest.mark.few
 def test_a_team_gives_what_one_thread_gives(name: str, dtype: torch.dtype, together, folder: Folder) -> None:
     rec, given = case(name, dtype)
     core = emit(rec, folder=folder)

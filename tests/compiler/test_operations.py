@@ -39,18 +39,22 @@ STEPS = 3
 GROUPS = [list(BODIES)[n : n + 12] for n in range(0, len(BODIES), 12)]
 
 
-def outcome(group: list[str], dtype: torch.dtype, compile: Literal[False, "strict"]) -> list[list[Tensor]]:
+def outcome(
+    group: list[str], dtype: torch.dtype, compile: Literal[False, "strict"], gradients: bool = True
+) -> list[list[Tensor]]:
     """For each body what it gives at each step, and the gradients of x and of y."""
     generator = torch.Generator(HERE).manual_seed(3)
     x, ys = (torch.randn(n, 3, 17, generator=generator).double() for n in (1, STEPS))
-    xs = [x[0].to(dtype).requires_grad_() for _ in group]
-    ys = ys.to(dtype).requires_grad_()
+    xs = [x[0].to(dtype).requires_grad_(gradients) for _ in group]
+    ys = ys.to(dtype).requires_grad_(gradients)
 
     def step(carry: list[Tensor], y: Tensor) -> tuple[list[Tensor], list[Tensor]]:
         outs = [BODIES[name](x, y) for name, x in zip(group, carry, strict=True)]
         return [_next(x, y, out) for x, out in zip(carry, outs, strict=True)], outs
 
     last, outs = tl.scan(step, xs, ys, compile=compile)
+    if not gradients:
+        return [[out, x] for out, x in zip(outs, last, strict=True)]
     losses = [(x * x).sum() for x in last] + [(out * out.detach().cos()).sum() for out in outs if out.requires_grad]
     grads = torch.autograd.grad(losses, [*xs, ys])
     return [[out, x, grad] for out, x, grad in zip(outs, last, grads[:-1], strict=True)] + [[grads[-1]]]
@@ -91,10 +95,10 @@ def lowered(monkeypatch: pytest.MonkeyPatch) -> Iterator[set[str]]:
     plans.clear()
 
 
-def check(group: list[str], dtype: torch.dtype) -> None:
+def check(group: list[str], dtype: torch.dtype, gradients: bool = True) -> None:
     """A compiled loop gives what the eager one gives."""
-    found, expected = outcome(group, dtype, "strict"), outcome(group, dtype, False)
-    for name, mine, theirs in zip([*group, "y"], found, expected, strict=True):
+    found, expected = (outcome(group, dtype, compile, gradients) for compile in ("strict", False))
+    for name, mine, theirs in zip([*group, "y"] if gradients else group, found, expected, strict=True):
         off = 1e-3 if dtype is torch.float32 else 1e-6 if mine[0].dtype is torch.float32 else 1e-9
         for one, other in zip(mine, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=off, atol=off, msg=lambda m, name=name: f"{name}: {m}")
@@ -107,9 +111,10 @@ def test_each_operation_is_reached_and_gives_what_torch_gives(group: list[str], 
     assert [name for name in lowered if name.endswith("called")] == []
 
 
+@pytest.mark.parametrize("gradients", [False, pytest.param(True, marks=pytest.mark.extended)], ids=["values", "both"])
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])
-def test_floats_of_32_bits(group: list[str]) -> None:
-    check(group, torch.float32)
+def test_floats_of_32_bits(group: list[str], gradients: bool) -> None:
+    check(group, torch.float32, gradients)
 
 
 @pytest.mark.parametrize("group", GROUPS, ids=lambda group: group[0])

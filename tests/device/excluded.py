@@ -115,7 +115,7 @@ EXCLUDED = {
     ),
     NUMPY: (
         "compiled/test_compiled_fallback.py::test_a_body_that_is_more_than_its_operations_runs_eagerly[turns_to_numpy]",
-        "packed/test_packed_advice.py::test_what_a_message_says_to_write_runs[p.numpy()]",
+        "packed/table/test_packed_advice.py::test_what_a_message_says_to_write_runs[p.numpy()]",
     ),
     SPARSE: (
         "test_gpu.py::test_which_kernels_can_read_a_tensor",
@@ -129,12 +129,12 @@ EXCLUDED = {
         "tensor_array/test_tensor_array_errors.py::test_empty_arrays_refuse_and_stay_empty[[sparse]",
         "tensor_array/test_tensor_array_gradients.py::test_a_sparse_gradient_of_a_read",
     ),
-    NESTED: ("packed/test_packed_lens.py::test_a_default_device_other_than_that_of_the_values[from_nested]",),
+    NESTED: ("packed/rows/test_packed_lens.py::test_a_default_device_other_than_that_of_the_values[from_nested]",),
     DEFAULT: ("tensor_array/test_tensor_array_transforms.py::test_inside_torch_checkpoint[True]",),
-    PIECES: ("packed/test_packed_ops.py::test_compiled_code_packs_and_reduces",),
+    PIECES: ("packed/operations/test_packed_ops.py::test_compiled_code_packs_and_reduces",),
     GRAPHS: (
         "packed/test_packed_returnn.py::test_a_step_traced_once_for_other_lens",
-        "packed/test_packed_static.py::test_a_compiled_model_has_no_breaks_and_is_compiled_once[aot_eager]",
+        "packed/static/test_packed_static.py::test_a_compiled_model_has_no_breaks_and_is_compiled_once[aot_eager]",
         "loop/test_loop_limits.py::test_an_associative_scan_is_traced_as_one_graph",
         "loop/test_associative_scan_gradients.py::test_torch_compile_takes_it_as_one_graph",
         "loop/test_compat_rules.py::test_an_associative_scan_in_one_graph[True]",
@@ -145,7 +145,7 @@ EXCLUDED = {
 # They would take the run with them.
 NOT_RUN = {
     DEADLOCK: ("checkpoint/test_loop_limits_replay.py::test_hooks_are_silent_for_another_thread_while_a_replay_lasts",),
-    GRAPHS: ("packed/test_packed_compile.py",),
+    GRAPHS: ("packed/table/test_packed_compile.py",),
     FORKED: ("packed/test_packed.py::test_collate_in_a_data_loader",),
     NESTED: ("packed/test_packed.py::test_nested_tensors",),
 }

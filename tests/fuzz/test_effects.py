@@ -16,7 +16,7 @@ from tests.fuzz.run import read
 COMMAND = Path(__file__).with_name("effects.py")
 ROOT = COMMAND.parents[2]
 ENVIRONMENT = {"PYTHONPATH": f"{ROOT}:{ROOT / 'cuda'}"} | os.environ | {"OMP_NUM_THREADS": "1"}
-PROGRAMS = 300
+FROM, FEWER = 1800, 80  # seeds among which are all families and modes: so few do for most changes
 
 
 def effects(out: Path, *options: str) -> tuple[int, list[dict[str, Any]]]:
@@ -45,9 +45,12 @@ def test_a_program_is_a_script(tmp_path: Path):
     assert "call 0: state" in done.stdout
 
 
-def test_some_programs(tmp_path: Path):
-    code, found = effects(tmp_path, "--programs", str(PROGRAMS), "--shards", "2")
-    assert [x["seed"] for x in found] == [*range(PROGRAMS)]
+@pytest.mark.parametrize(("seed", "programs"), [(FROM, FEWER), pytest.param(0, 300, marks=pytest.mark.extended)])
+def test_some_programs(tmp_path: Path, seed: int, programs: int):
+    code, found = effects(tmp_path, "--seed", str(seed), "--programs", str(programs), "--shards", "2")
+    assert [x["seed"] for x in found] == [*range(seed, seed + programs)]
+    assert len({mode for x in found for mode in x["modes"]}) == 11
+    assert len({family for x in found for family in x["families"]}) == 22
     # What changes between a loop and its backward is seen of closed-over names and attributes alone: docs/limits.md.
     finds = [x for x in found if x["finds"] and "backward" not in x["modes"]]
     assert not [(x["seed"], x["families"], x["finds"][0]) for x in finds]
@@ -57,15 +60,17 @@ def test_some_programs(tmp_path: Path):
     assert sum(x["ways"]["compile"] == "right" for x in pure) >= 0.8 * len(pure)
 
 
-def test_python_loops_are_right(tmp_path: Path):
+@pytest.mark.parametrize("programs", [50, pytest.param(150, marks=pytest.mark.extended)])
+def test_python_loops_are_right(tmp_path: Path, programs: int):
     """Nothing of a program differs from run to run."""
-    code, found = effects(tmp_path, "--programs", "150", "--plant", "all:python")
+    code, found = effects(tmp_path, "--programs", str(programs), "--plant", "all:python")
     assert (code, {x["outcome"] for x in found}) == (0, {"right"})
 
 
-def test_effects_that_nothing_sees_are_found(tmp_path: Path):
+@pytest.mark.parametrize(("seed", "programs"), [(FROM, 50), pytest.param(0, 150, marks=pytest.mark.extended)])
+def test_effects_that_nothing_sees_are_found(tmp_path: Path, seed: int, programs: int):
     """Loops that run a step once more, as a look does that neither sees effects nor takes them back."""
-    _, found = effects(tmp_path, "--programs", "150", "--plant", "all:blind")
+    _, found = effects(tmp_path, "--seed", str(seed), "--programs", str(programs), "--plant", "all:blind")
     states = {"attribute", "item", "grown", "container", "taken", "iterator", "random"}
     stateful = [x for x in found if "feedback" in x["modes"] and {*x["families"]} & states]
     assert sum(bool(x["finds"]) for x in stateful) >= 0.8 * len(stateful)  # not where only the condition has state

@@ -55,6 +55,7 @@ PAIRED = [(kind, name) for kind in ("grouped", "gemma3", "t5", "bart") for name 
 
 @pytest.mark.filterwarnings("ignore:hf.beam_search. keys are gathered:UserWarning")
 @pytest.mark.parametrize(("kind", "implementation"), [("gemma2", "tensorloop"), *PAIRED])
+@pytest.mark.extended("grouped-sdpa", "t5-sdpa")
 def test_gradients_are_those_of_teacher_forcing(kind: str, implementation: str) -> None:
     model = build(kind, implementation)
     ids, mask = prompts(model, padded=True)

@@ -1,6 +1,7 @@
 """docs/errors.md: each heading is a part of a message that the library has, and its block provokes it."""
 
 import ast
+import functools
 import re
 from pathlib import Path
 
@@ -23,13 +24,16 @@ def messages(source: str) -> list[str]:
     return found
 
 
-STRINGS = [text for path in (ROOT / "tensorloop").rglob("*.py") for text in messages(path.read_text())]
+@functools.cache
+def strings() -> list[str]:
+    """Those of the library."""
+    return [text for path in (ROOT / "tensorloop").rglob("*.py") for text in messages(path.read_text())]
 
 
 def is_there(heading: str) -> bool:
     """Whether some message has the parts of a heading, in order."""
     pattern = re.compile(".*".join(re.escape(part.strip()) for part in heading.split(VALUE)), re.DOTALL)
-    return any(pattern.search(text) for text in STRINGS)
+    return any(pattern.search(text) for text in strings())
 
 
 @pytest.mark.parametrize("heading", SECTIONS)

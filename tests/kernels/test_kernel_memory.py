@@ -321,6 +321,7 @@ OPERATIONS_OF_ROWS: dict[str, tuple[Callable[[PackedTensor], Tensor], Callable[[
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.float16])
 @pytest.mark.parametrize("operation", OPERATIONS_OF_ROWS)
+@pytest.mark.few
 def test_second_derivatives_of_an_absolute_value(operation: str, dtype: torch.dtype) -> None:
     ours, plain = OPERATIONS_OF_ROWS[operation]
     torch.manual_seed(3)

@@ -185,6 +185,7 @@ by_trace_function = pytest.mark.skipif(
 @by_trace_function
 @pytest.mark.parametrize("options", OPTIONS, ids=str)
 @pytest.mark.parametrize("name", BODIES)
+@pytest.mark.few
 def test_a_tool_in_c_sees_each_frame_end_that_it_saw_begin(name: str, options: Any) -> None:
     expected = gradient(BODIES[name](), options)
     before, tool = sys.gettrace(), InC()

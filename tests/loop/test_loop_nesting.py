@@ -175,6 +175,7 @@ READS: dict[str, Callable[[Any, int], Tensor]] = {
 @pytest.mark.parametrize("how", READS)
 @pytest.mark.parametrize("plans", [(2, 1), (2, None, 1), (1, 3, 2)])
 @pytest.mark.parametrize("reads", [(), (0,)], ids=["innermost", "and outer"])
+@pytest.mark.few
 def test_an_array_closed_over_by_loops_in_loops(reads: tuple[int, ...], plans: tuple[Any, ...], how: str) -> None:
     """Each level has its own plan; the innermost reads the array, and so do the levels `reads`."""
 

@@ -6,10 +6,11 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import assume, given, settings
+from hypothesis import assume, given
 from torch import Tensor
 
 from tests.support import loop_nests
+from tests.support.examples import at_most
 from tests.support.loop_cases import cotangents
 from tests.support.loop_nests import Nest, NestOurs, NestProgram, NestTruth
 
@@ -75,7 +76,7 @@ every_size = pytest.mark.parametrize(("depth", "rows"), [(1, False), (1, True), 
 @every_size
 @pytest.mark.extended("1-False", "1-True")
 def test_loops_in_loops_are_those_of_python(depth: int, rows: bool) -> None:
-    @settings(max_examples=30 // depth)
+    @at_most(30 // depth)
     @given(loop_nests.programs(depth, rows))
     def run(program: NestProgram) -> None:
         check(program)
@@ -86,7 +87,7 @@ def test_loops_in_loops_are_those_of_python(depth: int, rows: bool) -> None:
 @every_size
 @pytest.mark.extended("1-False", "2-False")
 def test_second_derivatives_of_loops_in_loops(depth: int, rows: bool) -> None:
-    @settings(max_examples=8 // depth)
+    @at_most(8 // depth)
     @given(loop_nests.programs(depth, rows))
     def run(program: NestProgram) -> None:
         check(program, create_graph=True)
@@ -94,9 +95,10 @@ def test_second_derivatives_of_loops_in_loops(depth: int, rows: bool) -> None:
     run()
 
 
+@pytest.mark.parametrize("steps", [2, 3])
 @pytest.mark.parametrize("seed", range(4))
-@pytest.mark.extended("0", "2", "3")
-def test_three_levels_with_arrays_in_the_carries(seed: int) -> None:
+@pytest.mark.few("1-2")
+def test_three_levels_with_arrays_in_the_carries(seed: int, steps: int) -> None:
     """Every level checkpointed; what grows or is overwritten outside is read inside."""
     generator = random.Random(seed)
 
@@ -105,7 +107,7 @@ def test_three_levels_with_arrays_in_the_carries(seed: int) -> None:
         options = (generator.random() < 0.3, generator.random() < 0.5, False)
         facts: dict[str, Any] = {"xs": "made", "ys": "product", "arrays": "same", "weight": "carry", "until": None}
         more = {"made": "entangled", "read": "a", "max_steps": None, "options": options}
-        return Nest(kind, plan, 3, operations, **{**facts, **more, **changed})
+        return Nest(kind, plan, steps, operations, **{**facts, **more, **changed})
 
     def some(*names: str) -> list[Any]:
         return [(name, generator.randrange(6), generator.randrange(6)) for name in generator.sample(names, 2)]

@@ -5,13 +5,14 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import schedule
 from tests.support import loop_programs
+from tests.support.examples import at_most
 from tests.support.loop_cases import cotangents, fresh
 from tests.support.loop_programs import F, Ours, Program, RowProgram, Truth
 
@@ -83,7 +84,7 @@ def of_rows(program: RowProgram, inner: Any, inputs: list[Tensor], **options: An
 
 
 @every_plan
-@settings(max_examples=60)
+@at_most(60)
 @given(loop_programs.programs, inner_plans)
 @pytest.mark.extended("K=2", "K=5", "on the CPU", "online")
 def test_values_and_gradients_are_those_of_the_python_loop(checkpoints: Any, program: Program, inner: int | None):
@@ -97,7 +98,7 @@ def test_values_and_gradients_are_those_of_the_python_loop(checkpoints: Any, pro
 
 
 @every_plan
-@settings(max_examples=20)
+@at_most(20)
 @given(loop_programs.programs, inner_plans)
 @pytest.mark.extended("K=2", "K=5", "on the CPU", "all")
 def test_second_derivatives_are_those_of_the_python_loop(checkpoints: Any, program: Program, inner: int | None):
@@ -107,7 +108,7 @@ def test_second_derivatives_are_those_of_the_python_loop(checkpoints: Any, progr
 
 
 @every_plan
-@settings(max_examples=10)
+@at_most(10)
 @given(loop_programs.programs, st.data())
 @pytest.mark.extended("K=2", "K=5", "on the CPU")
 def test_gradients_of_some_outputs_for_some_inputs(checkpoints: Any, program: Program, data: st.DataObject):
@@ -126,7 +127,7 @@ def test_gradients_of_some_outputs_for_some_inputs(checkpoints: Any, program: Pr
 
 @every_plan
 @pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
-@settings(max_examples=40)
+@at_most(40)
 @given(loop_programs.row_programs, inner_plans)
 @pytest.mark.extended(
     "K=2", "K=5", "on the CPU", "whole-periodic", "whole-budget", "whole-online", "compact-store all", "compact-K=1"
@@ -143,7 +144,7 @@ def test_every_row_is_as_if_alone(checkpoints: Any, compact: bool, program: RowP
 
 @every_plan
 @pytest.mark.parametrize("compact", [False, True], ids=["whole", "compact"])
-@settings(max_examples=8)
+@at_most(8)
 @given(loop_programs.row_programs)
 @pytest.mark.extended("K=2", "K=5", "on the CPU", "whole-periodic", "whole-budget", "compact-online")
 def test_second_derivatives_of_every_row_are_as_if_alone(checkpoints: Any, compact: bool, program: RowProgram):

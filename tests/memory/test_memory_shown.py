@@ -140,6 +140,7 @@ def test_one_power_in_text_page_and_picture():
 
 @every_result
 @pytest.mark.parametrize("suffix", [".png", ".html", ".htm", ".json", ".csv", ".PNG"])
+@pytest.mark.few(".png", ".html", ".json", ".csv", ".htm-growth", ".PNG-growth")
 def test_every_file(make: Callable[[], Any], suffix: str, tmp_path: Path):
     found, path = make(), tmp_path / f"result{suffix}"
     found.save(path, "A <title>")

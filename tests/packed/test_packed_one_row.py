@@ -141,6 +141,7 @@ each_dtype = pytest.mark.parametrize(
 @each_dtype
 @each_lens
 @pytest.mark.parametrize("name", cases.PACKED)
+@pytest.mark.few
 def test_functions_of_packed_tensors(name: str, lens: list[int], dtype: torch.dtype) -> None:
     if dtype is torch.bfloat16 and name in WIDE:
         dtype = torch.float32
@@ -163,6 +164,7 @@ def test_functions_of_channels(
 @each_dtype
 @each_lens
 @pytest.mark.parametrize("name", cases.OWN)
+@pytest.mark.few
 def test_functions_of_our_own(name: str, lens: list[int], dtype: torch.dtype) -> None:
     assert_rows_apart(cases.OWN[name], packed, lens, dtype, name)
 
@@ -170,6 +172,7 @@ def test_functions_of_our_own(name: str, lens: list[int], dtype: torch.dtype) ->
 @each_dtype
 @each_lens
 @pytest.mark.parametrize("name", sorted(HANDLED[STATIC]))
+@pytest.mark.few
 def test_functions_of_static_shape(name: str, lens: list[int], dtype: torch.dtype) -> None:
     """Free entries hold NaN in every run. What a case needs of other functions may not be there."""
     tried = 0
