@@ -153,7 +153,8 @@ ROOMS = {
         {
             **_each(
                 ("packed/views/reordered.py", "packed/operations/shape.py", "packed/operations/regroup.py"),
-                *(f"tests/packed/test_packed_{name}.py" for name in ("heads", "images", "time_first")),
+                *(f"tests/packed/{name}.py" for name in ("views/test_packed_heads", "views/test_packed_time_first")),
+                *("tests/packed/time/test_packed_images.py", "tests/packed/table/test_packed_operations.py"),
             ),
             **_each(
                 ("packed/scores/scores.py", "packed/scores/score_ops.py"),

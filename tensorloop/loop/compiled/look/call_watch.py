@@ -87,7 +87,6 @@ def _refuse_sharded(module: Any, args: Any) -> None:
 class CallWatch(TorchFunctionMode):
     """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
 
-    path: Any = ()  # the calls, where they are noted
     inside = False
     call: Any = None  # the user's, while it runs
     asked_layout = False  # whether the body asked how a tensor lies in memory

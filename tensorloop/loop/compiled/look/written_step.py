@@ -35,7 +35,7 @@ class WrittenStep:
     def __init__(self, arguments: Sequence[Tensor], watch: CallWatch, device: Where, lines: bool) -> None:
         self.device, self.lines = device, lines
         self.key: list[Any] = []
-        self.numbers = Numbers(self.key, watch.path)  # of Python, that operations are given
+        self.numbers = Numbers(self.key, getattr(watch, "path", ()))  # of Python, that operations are given
         self.operations: list[Operation] = []
         self.tensors: list[Tensor] = list(arguments)  # by number; held, so that no id comes twice
         self.captures: dict[int, Tensor] = {}  # by number
