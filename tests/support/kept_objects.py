@@ -1,5 +1,6 @@
 """Object code that tests keep from run to run, in a folder of their own: one run makes more than the user's holds."""
 
+import functools
 from pathlib import Path
 
 from tensorloop.compiler.targets.cpu import object_cache as cache
@@ -24,7 +25,7 @@ class Objects(cache.Folder):
 
 def begin() -> None:
     """Stands in for the user's folder; a test that names another by XDG_CACHE_HOME or HOME has that one."""
-    users, folder = cache.user_folder().path, cache._folder
+    users, folder = cache.user_folder().path, cache._folder.__wrapped__
     kept = Objects(built.folder() / "objects")
     kept.begin()
-    cache._folder = lambda path: kept if Path(path) == users else folder(path)  # pyright: ignore[reportAttributeAccessIssue]
+    cache._folder = functools.cache(lambda path: kept if Path(path) == users else folder(path))
