@@ -77,8 +77,8 @@ BUDGETS: dict[str, Budget] = {
     "packed_time_sliced": Budget(0, 0, 26, 0, 0),
     "packed_unbind": Budget(0, 0, 25, 0, 0),
     "packed_flip": Budget(0, 0, 18, 0, 0),
-    "packed_attention": Budget(0, 0, 94, 0, 0),
-    "packed_attention_window": Budget(0, 0, 114, 0, 0),
+    "packed_attention": Budget(0, 0, 93, 0, 0),
+    "packed_attention_window": Budget(0, 0, 113, 0, 0),
     "pack_padded": Budget(0, 0, 24, 0, 0),
     "pack_padded_lens_on_device": Budget(0, 0, 28, 1, 0),
 }
