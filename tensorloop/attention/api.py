@@ -50,7 +50,7 @@ _MOST_HEADS = 128  # more than that is rather a number of tokens
 
 
 class AttentionOptions(TypedDict, total=False):
-    """What `attention` takes beside q, k, v and `starts`."""
+    """The keyword options of `attention`: all its arguments but q, k, v and `starts`."""
 
     causal: bool
     block_mask: Any
@@ -223,7 +223,7 @@ def _refuse_for_arrays(block_mask: Any, others: tuple[Any, ...]) -> None:
 
 
 class _Inputs(NamedTuple):
-    """What came, as tensors (B, T, heads, D), or (1, N, heads, D) where packed."""
+    """Holds q, k and v as tensors (B, T, heads, D), or (1, N, heads, D) where packed, and how to return the output."""
 
     q: Tensor
     k: Tensor

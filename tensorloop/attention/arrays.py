@@ -88,7 +88,7 @@ def _check(q: Tensor, k: TensorArray, v: TensorArray) -> tuple[torch.Size, int]:
 
 
 def _facts(x: Any, q: Tensor, shape: Any) -> Facts:
-    """Of what attention gets: autocast casts."""
+    """Returns shape, dtype and device of q, k or v as `attention` sees it, after autocast."""
     dtype = x.dtype or q.dtype
     if dtype is not torch.float64 and dtype.is_floating_point and autocasts(q):
         dtype = torch.get_autocast_dtype(q.device.type)

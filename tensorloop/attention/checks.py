@@ -14,7 +14,7 @@ PARTS = ("q", "k", "v")
 
 
 class Facts(NamedTuple):
-    """Of a tensor, or of the elements of an array."""
+    """Holds shape, dtype and device of a tensor, or of the elements of an array."""
 
     shape: Sequence[int]
     dtype: torch.dtype

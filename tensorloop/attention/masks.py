@@ -22,7 +22,7 @@ from tensorloop.packed.table.base import Packed, PackedView
 
 
 class _ReadFor(NamedTuple):
-    """What a mask was read for."""
+    """Holds what a mask is read for: the rows of queries and of keys, the number of heads, and the dtype."""
 
     rows: Dim
     columns: Dim
@@ -31,12 +31,12 @@ class _ReadFor(NamedTuple):
 
     @property
     def key(self) -> tuple[object, ...]:
-        """What the reading of a mask depends on beside the mask: equal keys, equal readings."""
+        """Returns the key for a reading: two readings of the same mask with equal keys are equal."""
         return self.rows._key, self.columns._key, self.heads, self.dtype
 
 
 class _Reading(NamedTuple):
-    """What was read of a mask, and the mask as it was."""
+    """Keeps what a mask was found to say, with its state then, so that an unchanged mask is read once."""
 
     mask: Any  # a weak reference
     version: object
@@ -49,9 +49,9 @@ _READ: dict[int, _Reading] = {}  # by the id of the mask, while that is alive
 
 
 def read_mask(mask: Any, rows: Dim, columns: Dim, heads: int, dtype: torch.dtype, what: str = "attn_mask") -> Sight:
-    """What a mask of the longest rows, or a packed one, says of the queries `rows` and the keys `columns`.
+    """Reads a mask of the longest rows, or a packed one, for the queries `rows` and the keys `columns`.
 
-    That no query sees a later key, or numbers to add to scores, (B, heads, T, S) or less; or nothing.
+    It may say that no query sees a later key, or give numbers to add to scores, (B, heads, T, S) or less; or nothing.
 
     Raises: TypeError (neither bool nor float), ValueError (sizes that do not fit; it shows keys behind a row's end).
     """

@@ -101,7 +101,7 @@ def _seen(mask: Any) -> Any:
 
 
 def _by_weights(q: Any, k: Any, v: Any, mask: Sight, dropout: float) -> tuple[Any, Any]:
-    """What the queries see, and the weights, (B, heads, T, S)."""
+    """Returns the output of attention, and its weights (B, heads, T, S)."""
     scores = (q * (1 / math.sqrt(q.shape[-1]))) @ k.transpose(-2, -1)
     if mask.bias is not None:
         scores = scores + mask.bias

@@ -88,7 +88,7 @@ def _as_rows(x: Tensor, rows: int) -> Tensor:
 
 
 class PastRead(NamedTuple):
-    """What one attention reads. No array is held: it holds us, by its token."""
+    """Describes what one attention reads. It holds no array: an array holds it, by its token."""
 
     live: tuple[LiveBlock, LiveBlock]
     start: int

@@ -33,7 +33,7 @@ class StripTensors:
         return q, k
 
     def results(self) -> list[Tensor | None]:
-        """What was collected, for `sight.tensors`."""
+        """Returns the gradients that were collected for `sight.tensors`, in their dtypes."""
         pairs = zip(self._gathered(), self._sight.tensors, strict=True)
         return [None if sums is None or x is None else sums.to(x.dtype) for sums, x in pairs]
 

@@ -51,7 +51,7 @@ def forward(
 
 
 def attend(q: _Part, k: _Part, v: _Part, mask: Sight, dropout: float, scale: float | None) -> Any:
-    """What the queries see, as they came: seen heads first, or padded."""
+    """Returns the output of attention with heads first, packed or padded as the queries are."""
     out: Any = attention(
         *(q.packed, k.packed, v.packed), causal=mask.causal, bias=mask.bias, dropout=dropout, scale=scale
     )

@@ -41,7 +41,7 @@ def stand_ins(
     like: tuple[Tensor, Tensor],
     undo: Callable[[], None] | None = None,
 ) -> tuple[Tensor, ...]:
-    """What a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each.
+    """Makes the stand-ins that a model gets for the slots of two arrays from `start` on: (B, heads, n, D) each.
 
     `undo` takes their tokens back: it is called where the attention function is given them and cannot go on.
     """

@@ -138,7 +138,7 @@ class _View(TrainCache):
 
 
 class _Read(NamedTuple):
-    """What a layer was handed: keys and values, or all slots of arrays of which it was handed those from `start`."""
+    """Holds the keys and values that a layer was given, or whole arrays if it was given their slots from `start` on."""
 
     keys: Tensor
     values: Tensor
@@ -164,7 +164,7 @@ class _Source(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """What the first run wrote: there was nothing before it."""
+        """Returns the new keys and values as they are, as in the first run, which had nothing before them."""
         return key_states, value_states
 
 

@@ -61,7 +61,7 @@ def is_served(config: Any) -> bool:
 
 
 def see_later(model: nn.Module) -> list[bool]:
-    """Of each module that says so, whether its queries see later tokens; cross attention, and encoders, do."""
+    """Returns for each module with `is_causal` whether its queries see later tokens, as those of encoders do."""
     return [not x.is_causal for x in model.modules() if isinstance(getattr(x, "is_causal", None), bool)]
 
 

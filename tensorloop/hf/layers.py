@@ -20,7 +20,7 @@ from tensorloop.tensor_array.internals import kind_of
 
 
 class Kind:
-    """What all copies of a layer have in common."""
+    """Holds what all copies of a layer have in common."""
 
     def __init__(
         self, config: Any, window: int | None = None, capacity: int | None = None, advice: Advice | None = None

@@ -17,7 +17,7 @@ _SAYS = "_tensorloop_says"  # of stand-ins for masks
 
 
 class Says(NamedTuple):
-    """What a mask says, beside the rows."""
+    """Describes what a mask hides, apart from the padding of rows."""
 
     causal: bool = False
     window: int | None = None
@@ -83,7 +83,7 @@ _WITHIN = _sample("remap_positions_for_packed_sequence", _CAUSAL, _NONE)
 
 
 def read(function: Any) -> Says:
-    """What a function of transformers says of (row, head, query, key), as far as it is one of those known here."""
+    """Finds out what a mask function of transformers hides; `unknown` names it if this library does not know it."""
     code = getattr(function, "__code__", None)
     name = getattr(function, "__qualname__", type(function).__name__).replace(".<locals>", "")
     unknown = Says(unknown=name)

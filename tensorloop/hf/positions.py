@@ -21,14 +21,14 @@ def has_table(model: nn.Module, kind: type[nn.Module] = nn.Module) -> bool:
 
 
 class Positions(NamedTuple):
-    """Of a model that decodes: what it goes to unasked, and what it cannot pass. None: there is no such number."""
+    """How many positions a model decodes to by default (`bound`) and at most (`most`); None for no such number."""
 
     bound: int | None
     most: int | None
 
 
 class Numbering(NamedTuple):
-    """Of a model that numbers tokens from behind its padding token, as RoBERTa does, and not from 0."""
+    """Describes how a model numbers positions that start after its padding token's id, as RoBERTa's do, not at 0."""
 
     padding: int  # this token has its own number for a position, and is not counted
     lost: int  # of the positions that the config names, those which no token has

@@ -35,7 +35,7 @@ class Processor(NamedTuple):
 
 
 def as_processor(given: Any) -> Processor | None:
-    """What a user gave as `logits_processor`, None for nothing."""
+    """Checks a user's `logits_processor` and wraps it as a `Processor`; None if nothing was given."""
     if given is None:
         return None
     many = isinstance(given, list | tuple)  # as LogitsProcessorList is

@@ -32,7 +32,7 @@ class Prompt(NamedTuple):
 
 
 class Source(NamedTuple):
-    """What an encoder made: states (B, S, d), and more that has a row for each of the B."""
+    """Holds what an encoder made: states (B, S, d), and other tensors with a row for each of the B."""
 
     states: Tensor
     mask: Tensor | None  # of what the encoder was given, which may be of another length than its states
@@ -104,7 +104,7 @@ class Decoder:
 
     @property
     def embedding(self) -> Any:
-        """What makes of tokens what the decoder is fed."""
+        """The module that embeds tokens for the decoder."""
         if self.numbering is not None and self.numbering.forgets and not self.takes.positions:
             raise WrongValue("model numbers embeddings from the first position whatever is in its cache: feed 'tokens'")
         if self.reads_source:
@@ -148,7 +148,7 @@ class Decoder:
         return given
 
     def _encode(self, ids: Any, mask: Any, begun: Any) -> tuple[Prompt, Source]:
-        """What the decoder begins with, and what the encoder makes; the mask is handed to both, as generate does."""
+        """Returns the decoder's first tokens and the encoder's result; both get the mask, as in `generate`."""
         encoder, name = self.model.get_encoder(), self.model.main_input_name
         takes = signature_of(encoder)
         name = name if name in takes.names else encoder.main_input_name  # of SpeechEncoderDecoder it is "inputs"
@@ -164,7 +164,7 @@ class Decoder:
         return begun, Source(rows.pop("last_hidden_state"), given.mask, rows, type(found))
 
     def _begin(self, begun: Any, rows: int) -> Prompt:
-        """What the decoder of an encoder-decoder begins with."""
+        """Returns the tokens that the decoder of an encoder-decoder begins with."""
         if begun is None:
             start = _first_of(self.model, "decoder_start_token_id", "bos_token_id")
             if start is None:
@@ -255,7 +255,7 @@ class Decoder:
         return found.to(torch.promote_types(found.dtype, torch.float32))
 
     def _number(self, tokens: Tensor, positions: Tensor | None, cache: Cache) -> Tensor | None:
-        """What the model calls these positions, None where it finds them itself."""
+        """Returns the positions by the model's own numbering; None where it finds them itself."""
         if self.numbering is None:
             return positions
         if positions is None and tokens.dim() == 3 and self.numbering.forgets:
@@ -276,7 +276,7 @@ class Decoder:
 
 
 def _read_features(features: Any, mask: Any, name: str) -> Prompt:
-    """What an encoder reads that reads no tokens."""
+    """Checks the input of an encoder that reads features, not tokens, and makes a prompt of it."""
     if not isinstance(features, Tensor) or not features.is_floating_point():
         raise WrongType(
             f"input_ids must be the {name} of model, a tensor of floats (B, ...), got {arguments.describe(features)}"

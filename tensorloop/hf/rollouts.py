@@ -242,7 +242,7 @@ class _Draw(NamedTuple):
 
 
 class _Carry(NamedTuple):
-    """What goes from step to step."""
+    """The carry of the loop that generates tokens."""
 
     cache: TrainCache
     last: Tensor  # (B,) tokens, or (B, d) what is fed

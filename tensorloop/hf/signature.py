@@ -29,12 +29,12 @@ class Signature(NamedTuple):
 
     @property
     def source_mask(self) -> bool:
-        """Of a decoder, whether it can be told which of an encoder's states are padding."""
+        """Whether a decoder can be told which of an encoder's states are padding."""
         return "encoder_attention_mask" in self.names
 
 
 def signature_of(model: Any) -> Signature:
-    """What a model's forward takes; of one that PEFT wraps, that of the model within."""
+    """Finds out what a model's forward takes; for a model in PEFT's wrapper, that of the model within."""
     base: Any = model.get_base_model() if hasattr(model, "get_base_model") else model
     takes = inspect.signature(base.forward).parameters
     found = next((takes[name] for name in CACHES if name in takes), None)

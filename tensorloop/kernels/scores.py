@@ -32,7 +32,7 @@ FACTORS = -49064778989728563, -4265267296055464877  # odd, of 64 bits
 
 
 class ScorePlaces(NamedTuple):
-    """What each score of (G, heads, L, S) stands for: int64."""
+    """Holds the batch entry, head, query and key of each score of (G, heads, L, S), as int64."""
 
     b: Tensor  # (G or 1, heads or 1), the batch entry
     h: Tensor  # (1, heads)
@@ -242,7 +242,7 @@ def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight, places: Any, hidden: T
 
 
 class Attended(NamedTuple):
-    """What backward starts from: the inputs of a forward pass, and what it gave, with or without sinks."""
+    """Holds what backward starts from: the inputs of a forward pass and its results, with or without sinks."""
 
     q: Tensor
     k: Tensor

@@ -11,7 +11,7 @@ from torch import Tensor
 
 
 class Sight(NamedTuple):
-    """What queries see of keys, and what is done to scores and weights.
+    """Describes which keys the queries see, and what is done to scores and weights.
 
     Positions are those within a row. The t queries of a row are the last of its n keys where they `end` there, as those
     of slots do; else both begin at position 0.
@@ -62,7 +62,7 @@ class Sight(NamedTuple):
 
     @property
     def tensors(self) -> tuple[Tensor | None, ...]:
-        """What a gradient may go to, beside the sinks."""
+        """The tensors that may get a gradient, beside the sinks."""
         return self.bias, self.queries, self.table, *(self.given or self.captured)
 
     def start(self, length: int, new: int = 1) -> int:

@@ -104,7 +104,7 @@ def size_of(x: Tensor) -> Hashable:
 
 
 def codes_of(loop: Loop) -> tuple[Hashable, ...]:
-    """What the functions of a loop are."""
+    """Returns the codes of all functions of a loop."""
     return tuple(code_of(called.function) for called in loop.functions)
 
 

@@ -140,7 +140,7 @@ class Loop:
         return self.checked(carry, t), y
 
     def call(self, t: int, state: State, row: list[Any]) -> tuple[Any, Any]:
-        """What the body returns in step t."""
+        """Runs the body for step t and returns its result."""
         return self.body(t, self.tree_of(state), row, self.context_at(t))
 
     def checked(self, carry: Any, t: int) -> State:

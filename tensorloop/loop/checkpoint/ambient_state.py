@@ -59,7 +59,7 @@ class DefaultDevice:
 
 
 class AmbientState:
-    """What is around a loop when it begins, and around its replays again."""
+    """Keeps the surroundings of a loop when it begins (autocast, default device, stand-ins) for its replays."""
 
     def __init__(self) -> None:
         self.substitutions, self.autocast, self.device = ActiveSubstitutions(), Autocast(), DefaultDevice()

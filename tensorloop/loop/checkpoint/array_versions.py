@@ -25,7 +25,7 @@ from tensorloop.tensor_array.keys import Key, put_, take
 
 
 class UndoLog:
-    """Of the buffer that one loop writes, and may go back in."""
+    """Keeps the old values of slots that a loop overwrites in a buffer, so that it can go back to them."""
 
     __slots__ = ("block", "entries", "filled", "turn")
 
@@ -90,7 +90,7 @@ class LoopBuffer(Buffer):
 
 
 class Version:
-    """What an array was before one step. O(1) to keep."""
+    """Remembers what an array was before one step. O(1) to keep."""
 
     __slots__ = ("blank", "length", "mark", "recorded", "undo")
 

@@ -127,7 +127,7 @@ class Reversal:
         self.after = after
 
     def _outputs(self, t: int, step: Recomputed) -> tuple[list[Tensor], list[Tensor]]:
-        """What the step gave that has a gradient, and that gradient."""
+        """Returns the outputs of a step that get a gradient, and these gradients."""
         swept = self.swept
         outputs: list[Tensor] = []
         grads: list[Tensor] = []

@@ -16,7 +16,7 @@ from tensorloop._torch import graph
 
 
 class StepGraph(NamedTuple):
-    """What is known of a step besides its graph."""
+    """Holds what is known of a step besides its graph."""
 
     step: int
     arguments: Collection[int]  # ids of the leaves that the step was given

@@ -166,7 +166,7 @@ class Captures(TorchFunctionMode):
                     self.meet_array(store)
 
     def own(self, results: Iterable[Any]) -> None:
-        """What a loop in the body gave: no torch function shows that it was made in this step."""
+        """Notes the results of a loop in the body as made in this step, as no torch function shows that they were."""
         self.loops = True
         for x in results:
             if isinstance(x, Tensor):
@@ -320,7 +320,7 @@ class Captures(TorchFunctionMode):
         self._fresh = self._passing = self._given = ()
 
     def tensors(self) -> list[Tensor]:
-        """What the body has used so far that it did not make."""
+        """Lists the tensors that the body has used so far and did not make."""
         references = [met.tensor for met in self.met.values()] + [reference for reference, _ in self._fresh]
         return [x for reference in references if (x := reference()) is not None]
 
@@ -415,7 +415,7 @@ class Captures(TorchFunctionMode):
         return {captured: captured.end_step() for captured in self.arrays.values()}
 
     def rng_state(self) -> RngState:
-        """Of all generators that the body may draw from; before the first step is over, of every GPU's.
+        """Returns the states of generators that the body may draw from; before the first step is over, of all GPUs'.
 
         What is drawn on a GPU is a tensor there, which the step makes: so later it is enough to ask those of which
         steps have used tensors.

@@ -89,7 +89,7 @@ class Conditions:
 
 
 def _marks(leaves: Sequence[Any]) -> list[Any]:
-    """What shows that leaves were changed in place. Asked twice a step."""
+    """Returns a mark for each leaf; it changes when the leaf is changed in place. Called twice a step."""
     try:
         return [*map(read_version, leaves)]
     except (AttributeError, RuntimeError):  # numbers, arrays; tensors made in inference mode

@@ -56,7 +56,7 @@ class Dependence:
         self._on[:n] = on
 
     def state(self) -> Hashable:
-        """What is known, whatever names there are for what steps made."""
+        """Returns what is known so far as a key that does not depend on the names of what steps made."""
         made = dict.fromkeys(x for are in self._are for x in are if isinstance(x, int))
         numbers: dict[Name, int] = {x: i for i, x in enumerate(made)}
         return tuple(frozenset(numbers.get(x, x) for x in some) for some in (*self._are, *self._on))

@@ -33,7 +33,7 @@ _MOMENT_S = 0.05
 
 
 class Leaving:
-    """What steps of a sweep were given and somebody still holds, or something computed from it.
+    """Finds tensors that a sweep's steps were given, or computed from these, and that somebody still holds after it.
 
     A tensor that a body makes of closed-over ones alone, as `spectral_norm` keeps its weight, has its whole graph.
     """

@@ -13,7 +13,7 @@ from tensorloop.tensor_array.array import TensorArray
 
 
 class NodeOutputs:
-    """Of every tensor that a loop gives: where it belongs, its values, and whether it carries a gradient."""
+    """Holds the tensors that a loop gives: where each belongs, its values, and whether it carries a gradient."""
 
     def __init__(self, sweep: Sweep, state: State) -> None:
         self.sweep, self.loop = sweep, sweep.loop
@@ -58,7 +58,7 @@ class NodeOutputs:
                 ys.columns[k] = None  # replays look at the structure and kinds alone
 
     def result(self, connected: list[Tensor]) -> Any:
-        """What the loop gives, of these outputs of its node."""
+        """Returns the result of the loop, made of the outputs of its node."""
         loop = self.loop
         by_place = dict(zip(self.places, connected, strict=True))
         leaves: list[Any] = []

@@ -32,7 +32,7 @@ class Recomputed(NamedTuple):
 
 
 class Replay:
-    """What the node of a loop holds, until a backward that does not retain the graph. `shown`: with a progress bar."""
+    """Reruns steps for backward; the loop's node holds it until the graph is freed. `shown`: with a progress bar."""
 
     def __init__(self, swept: SweepResult, shown: bool) -> None:
         self.swept, self.steps, self.shown = swept, swept.steps, shown

@@ -94,5 +94,5 @@ def _same_code(a: CodeType, b: CodeType) -> bool:
 
 
 def _equal(a: Any, b: Any) -> bool:
-    """Of constants: 0.0 and -0.0 are two, and so are (1,) and (True,)."""
+    """Whether two constants of code are equal; 0.0 and -0.0 are not, and neither are (1,) and (True,)."""
     return a == b if isinstance(a, frozenset) else repr(a) == repr(b)

@@ -39,7 +39,7 @@ def copied(state: State) -> State:
 
 
 def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
-    """What the body gets: leaves of the graph of one step. (all, (place, leaf) of tensors, (place, token) of arrays)"""
+    """Makes leaves for the body, for one step's graph: (all, (place, leaf) of tensors, (place, token) of arrays)."""
     out, leaves, tokens = [], [], []
     for i, x in enumerate(state):
         if type(x) is SavedTensor:

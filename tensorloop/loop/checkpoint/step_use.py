@@ -9,7 +9,7 @@ Released = tuple[list[tuple[weakref.ref[Tensor], int | None]], dict[int, weakref
 
 
 class StepUse:
-    """What torch functions of one step were given and gave."""
+    """Collects what the torch functions of one step were given and gave."""
 
     __slots__ = ("candidates", "count", "first", "leads_out", "made", "seen")
 

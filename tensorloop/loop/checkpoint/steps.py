@@ -92,7 +92,7 @@ class Steps:
         self._copies = {}
 
     def number(self, k: int, t: int) -> int | None:
-        """What step t gets of a leaf of xs that is no tensor."""
+        """Returns the number that step t gets of a leaf of xs that is no tensor."""
         assert self.loop.slices is not None
         return self.loop.slices.number(k, t)
 
@@ -118,7 +118,7 @@ class Steps:
         return self.loop.outputs.joined(values, self.backwards)
 
     def close(self, new: Sequence[Any], before: State, given: Sequence[Any]) -> tuple[State, list[Tensor]]:
-        """What a step returned as a state to keep, and its tensors and tokens that carry a gradient.
+        """Returns the state to keep after a step, and the tensors and tokens of it that carry a gradient.
 
         `before` is the state it began with, `given` what the body got of it.
         """

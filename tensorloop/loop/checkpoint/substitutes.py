@@ -60,7 +60,7 @@ class ActiveSubstitutions:
         self.substitutes = here.substitutes
 
     def of(self, x: Any) -> Any:
-        """What stands for x there."""
+        """Returns the stand-in for x that was in use where the loop began, or x."""
         for substitutes in reversed(self.substitutes):
             x = substitutes.get(id(x), x)
         return x
@@ -129,7 +129,7 @@ def differentiate(
     recorded: Sequence[Tensor],
     substitutes: dict[int, Tensor],
 ) -> list[Tensor | None]:
-    """What `run` gives for a step's outputs: the gradients of `inputs`, and then of the captures."""
+    """Returns the gradients that `run` gives for a step's outputs: those of `inputs`, then those of the captures."""
     wanted = [*inputs, *(substitutes.get(id(x), x) for x in recorded)]
     ways = _ways_out(outputs, recorded, substitutes) if substitutes else []
     if not ways:
@@ -165,7 +165,7 @@ class _Enough(BaseException):
 
 
 def _from_node(run: Run, node: Any, roots: Sequence[Any], grads: Sequence[Any], wanted: Sequence[Tensor]) -> Any:
-    """What one node hands on; nothing beyond it is carried out."""
+    """Returns the gradients that one node hands on, and runs nothing beyond it."""
     found: list[Any] = []
 
     def take(given: Sequence[Tensor | None], _: Any) -> None:

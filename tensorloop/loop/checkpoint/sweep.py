@@ -74,7 +74,7 @@ class Sweep:
         return state
 
     def result(self, outputs: Sequence[Output]) -> SweepResult:
-        """What replays need, where the loop gave `outputs`."""
+        """Returns what replays need of a loop that gave `outputs`."""
         steps, captures = self.steps, self.captures
         inputs = Inputs(
             init=[(i, x) for i, x in enumerate(self.loop.init) if isinstance(x, Tensor) and x.requires_grad],

@@ -44,7 +44,7 @@ def _copied(x: Tensor) -> Tensor:
 
 
 class Writes:
-    """What one body changes, and its values before the first change."""
+    """Keeps the tensors that one body changes, and their values before the first change."""
 
     def __init__(self) -> None:
         self.changed: dict[int, tuple[Tensor, Tensor]] = {}  # tensor, its values before
@@ -70,7 +70,7 @@ class Writes:
                 self.fresh.setdefault(id(x), (weakref.ref(x), _copied(x)))
 
     def tensors(self) -> list[tuple[Tensor, bool]]:
-        """What the body has changed, or may have, and whether without a new version."""
+        """Lists the tensors that the body has changed, or may have, and whether without a new version."""
         tensors = [x for x, _ in self.changed.values()]
         tensors += [x for reference, _ in self.fresh.values() if (x := reference()) is not None]
         return [(x, id(x) in self._unseen) for x in tensors]

@@ -41,12 +41,12 @@ def module_global(x: Any, key: tuple[str, str]) -> Any:
 
 
 def slot(x: Any, key: str) -> Any:
-    """What a bound method, say, is made of."""
+    """Returns a part of a bound method, a partial, a property or the like, by the name of the attribute."""
     return getattr(x, key)
 
 
 def default(x: Any, key: str) -> Any:
-    """What a function takes for an argument that is not given."""
+    """Returns the default of a function's argument; `GONE` if it has none."""
     code, defaults = x.__code__, x.__defaults__ or ()
     places = code.co_varnames[: code.co_argcount]
     i = places.index(key) - len(places) + len(defaults) if key in places else -1
@@ -54,7 +54,7 @@ def default(x: Any, key: str) -> Any:
 
 
 def argument(x: Any, key: Any) -> Any:
-    """What a partial gives."""
+    """Returns an argument that a partial holds; `GONE` if it holds none there."""
     if type(key) is str:
         return x.keywords.get(key, GONE)
     return x.args[key] if key < len(x.args) else GONE
@@ -125,7 +125,7 @@ def own_dict(x: Any, key: str) -> Any:
 
 
 def elements(x: Any, key: Any = None) -> Any:
-    """What is in a set, or in what is neither a plain dict, list nor tuple: no code of its class runs."""
+    """Returns what is in a set, or in anything that is no plain dict, list or tuple; none of its class's code runs."""
     if isinstance(x, (set, frozenset)):
         return frozenset(filter(_is_plain, set.__iter__(x) if isinstance(x, set) else frozenset.__iter__(x)))
     if isinstance(x, dict):

@@ -48,7 +48,7 @@ _ASKS_TRUTH = ("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF")
 
 
 class InstructionCheck(NamedTuple):
-    """What is asked before an instruction: a method of `Judge`, with an argument and the upper n values."""
+    """Names the method of `Judge` to call before an instruction, with an argument and the upper n stack values."""
 
     method: str | None
     n: int

@@ -243,7 +243,7 @@ class Judge(Stores):
             self._arguments(frame, kind.__name__, args)
 
     def _arguments(self, frame: _Frame, name: str, args: list[Any]) -> None:
-        """What a function in C is given: read, taken from where it is an iterator, called where it calls."""
+        """Judges the arguments of a C function: read, taken from where they are iterators, called where it calls."""
         self.kept.given(name, args)
         if name in known.MAKERS:
             self.makes(frame)

@@ -34,7 +34,7 @@ _SLOTS = MemberDescriptorType, GetSetDescriptorType, type(vars(_Fields)["x"])
 
 
 class StepNotes:
-    """What has been written and read by now, by the object and what of it: a name, a key, or one of the words above."""
+    """Keeps what steps wrote and read so far: which objects, and of each a name, a key, or one of the words above."""
 
     writers = True  # whether what only writes may run: print, logging
 
@@ -84,7 +84,7 @@ class StepNotes:
         return written is not None and written[1] == self.step
 
     def keep_all(self, held: dict[Any, Any]) -> dict[Any, Any]:
-        """What an object's attributes were when this was first asked."""
+        """Returns an object's attributes as they were when this was first called for it."""
         self.news |= id(held) not in self._kept
         return self._kept.setdefault(id(held), (held, dict(held)))[1]
 
@@ -104,7 +104,7 @@ class StepNotes:
 
 
 class Undone(StepNotes):
-    """Of one step that is undone: it may write whatever can be put back."""
+    """The notes of one step that is undone: it may write whatever can be put back."""
 
     def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
         """As of all notes."""
@@ -117,7 +117,7 @@ class Undone(StepNotes):
 
 
 class Asked(StepNotes):
-    """What a condition writes that is asked in Python between compiled steps, and that the body must not read.
+    """The notes of a condition that Python asks between compiled steps: the body must not read what it writes.
 
     The body itself, while nothing is asked, may write nothing; and a condition nothing that cannot be put back.
     """
@@ -155,7 +155,7 @@ class Asked(StepNotes):
             self.writers = False
 
     def keep(self) -> None:
-        """What has been written so far is done."""
+        """Makes all that was written so far final: `undo` leaves it."""
         self._before.clear()
         self._filled.clear()
 
@@ -208,7 +208,7 @@ def home(owner: Any, name: str) -> tuple[Any, Any]:
 
 
 def contents(variable: Any) -> Any:
-    """What a variable of a closure holds, or one of a context, its default among that."""
+    """Returns the value of a closure's variable, or of a context variable or its default; `GONE` if it has none."""
     try:
         return variable.get() if type(variable) is ContextVar else variable.cell_contents
     except (ValueError, LookupError):
@@ -216,7 +216,7 @@ def contents(variable: Any) -> Any:
 
 
 def of_class(owner: Any, name: str) -> Any:
-    """What stands in a slot, or else in the class."""
+    """Returns the value of an attribute that lies in a slot, or else in the class."""
     kind = owner if isinstance(owner, type) and known.class_with(owner, name) else type(owner)
     found = known.of_type(kind, name, GONE)
     try:

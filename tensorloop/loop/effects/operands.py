@@ -92,7 +92,7 @@ def operands(frame: FrameType, n: int) -> list[Any]:
 
 
 def cell(frame: FrameType, i: int) -> Any:
-    """What is in a local variable, of a free one the cell; `UNKNOWN` where it cannot be read."""
+    """Returns what a local variable holds, for a free one its cell; `UNKNOWN` where it cannot be read."""
     return _local(frame, i) if stack_is_known else UNKNOWN
 
 
@@ -240,7 +240,7 @@ def _value(frame: FrameType, steps: Sequence[dis.Instruction], found: tuple[int,
 
 
 def _attribute(owner: Any, name: str) -> tuple[Any, Any, Any]:
-    """What LOAD_ATTR pushes for a call, (method, its object), and otherwise; nothing of the owner's own runs."""
+    """Returns what LOAD_ATTR pushes for a call, (method, its object), and otherwise; no code of the owner runs."""
     held = {} if owner is UNKNOWN else getattr(owner, "__dict__", {})
     if isinstance(held, (dict, MappingProxyType)) and name in held:
         found = held[name]

@@ -86,7 +86,7 @@ class Reads:
         return tuple((type(x.expected), x.expected) for x in self._nodes if x.matches in (_is_equal, _is_alike))
 
     def values(self, roots: Sequence[Any]) -> list[Any]:
-        """What it is now, behind the roots."""
+        """Returns the values as they are now, fetched from these roots; `GONE` for what can no longer be fetched."""
         values = [*roots]
         for parent, fetch, key, _, _ in self._nodes:
             try:
@@ -112,7 +112,7 @@ class Reads:
         return self._nodes[at - self._roots].matches is _is_same_module
 
     def said(self, at: int, values: Sequence[Any]) -> tuple[str, str]:
-        """What a value is and how code comes to it: ("attribute", "self.config.scale")."""
+        """Returns what kind of thing a value is and how code comes to it: ("attribute", "self.config.scale")."""
         if at < self._roots:
             return "argument", "" if isinstance(values[at], (FunctionType, MethodType, partial)) else "self"
         node = self._nodes[at - self._roots]
@@ -179,7 +179,7 @@ class Reads:
             self._part(at, fetches.way_to(owner, name), name, owner)
 
     def inherited(self, kind: Any, owner: Any, name: str) -> None:
-        """What `super()` means: a method's code is asked for where it begins."""
+        """Stays complete after `super()` only if it finds a function or the like: its code is noted when it begins."""
         kinds = owner.__mro__ if isinstance(owner, type) else type(owner).__mro__
         above = kinds[kinds.index(kind) + 1 :] if kind in kinds else ()
         found = next((base.__dict__[name] for base in above if name in base.__dict__), None)
@@ -336,7 +336,7 @@ class Reads:
             self.module(x)
 
     def _open_ours(self, at: int, fetch: Callable[[Any, Any], Any], parts: Iterable[tuple[Any, Any]]) -> None:
-        """What this library calls, no instruction shows: functions of the user's that one of its own holds."""
+        """Adds the user's functions that one of this library's own holds: no instruction shows that they are called."""
         for key, x in parts:
             if isinstance(x, (FunctionType, MethodType, partial)):
                 self._add(at, fetch, key, x)

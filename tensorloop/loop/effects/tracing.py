@@ -44,7 +44,7 @@ none:
 
 @functools.cache
 def tracer(function: Any) -> Callable[[], None]:
-    """What sets a trace function: for good, if the interpreter is known, else as `sys.settrace` does."""
+    """Returns a function that sets a trace function: for good if the interpreter is known, else like `sys.settrace`."""
     try:
         from llvmlite import binding
     except ImportError:

@@ -214,7 +214,7 @@ class LoopWriter:
         return made
 
     def _shares(self, code: Code) -> list[RowRange | None]:
-        """What this call does of each unit: some rows along a dim, or all of it."""
+        """Returns the rows of each unit that this call computes; None stands for all of them."""
         if self.split is not None:
             dims = (self.split.dims[n] for n in range(len(self.units)))
             return [None if dim is None else RowRange("%low", "%high", dim) for dim in dims]

@@ -69,7 +69,7 @@ class Record:
 
     @property
     def written(self) -> WrittenStep:
-        """What the log has written down."""
+        """The step that the log has written down."""
         return self.log.written
 
     def skeleton(self) -> Key:

@@ -264,7 +264,7 @@ class OperationLog(OperationMode):
         raise refusal(f"{said} {READS}", VALUES)  # the step does not see it: this is no part of its body
 
     def _number_read(self, x: Tensor) -> Any:
-        """What `.item()` gives of a tensor that moves; None where it is to be read."""
+        """Answers `.item()` for a tensor that may differ in each step; None where the number is to be read."""
         number = not (x.dtype is torch.bool or x.is_complex()) and x.numel() == 1
         if not number or self.values is None or not self.values.may_answer or not self._is_moving([x]):
             return None

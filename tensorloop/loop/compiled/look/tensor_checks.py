@@ -101,7 +101,7 @@ class TensorChecks:
             self._empty.add(storage_of(out))
 
     def detached(self, x: Tensor, out: Tensor) -> Any:
-        """What a detach is in the graph: without a gradient to cut off it is a plain view, which may be written to."""
+        """Returns the graph's operation for a detach: a plain view, which may be written to, if it cuts no gradient."""
         if not x.requires_grad:
             self.follow((x,), out)
             return _aten.alias.default

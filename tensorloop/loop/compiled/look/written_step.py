@@ -27,7 +27,7 @@ _KEEPS = (_aten._scaled_dot_product_efficient_attention.default, _aten._scaled_d
 
 
 class WrittenStep:
-    """What a step on these arguments did; with `lines` all of it, else what makes its key.
+    """Records what a step on these arguments did: all of it with `lines`, else only what makes its key.
 
     `watch` sees the calls around the operations. `device` is that of the loop, None where that is no matter.
     """
