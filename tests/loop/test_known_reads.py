@@ -214,3 +214,20 @@ def test_a_branch_that_no_step_takes_does_not_have_all_steps_followed(monkeypatc
     run = lambda: tl.scan(body, init, torch.ones(50, 2), checkpoints=2)  # noqa: E731
     assert followed(run, monkeypatch) == 2
     assert followed(run, monkeypatch) == 0
+
+
+@pytest.mark.parametrize("by_name", [False, True], ids=["place", "name"])
+def test_places_that_are_a_tensor_are_read_at_each_step(by_name: bool) -> None:
+    """torch reads them below every mode: a plan would cut all steps where it cut the first."""
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        at = (c > 2).long()[:1]
+        parts = torch.tensor_split(c, tensor_indices_or_sections=at) if by_name else c.tensor_split(at)
+        return c + 1, parts[0].sum() + x.sum() * 0
+
+    init = torch.zeros(2, dtype=torch.float64)
+    with pytest.warns(UserWarning, match="tensor_split reads the numbers of a tensor"):
+        found = tl.scan(body, init, XS, compile=True)
+    wanted = tl.scan(body, init, XS, compile=False)
+    assert torch.equal(found[0], wanted[0])
+    assert torch.equal(found[1], wanted[1])

@@ -66,6 +66,9 @@ _SAID |= {"__index__": "a tensor as a Python index", "__contains__": "`in` a ten
 # Calls that give what they read, and nothing else.
 READING = frozenset({Tensor.item, Tensor.__bool__, Tensor.__float__, Tensor.__int__, Tensor.__index__, Tensor.tolist})
 READING |= {Tensor.__complex__, Tensor.is_nonzero, torch.is_nonzero, Tensor.allclose, torch.allclose}
+# Where the places are a tensor, torch reads its numbers in C, below what any mode sees.
+_CUTS = frozenset({torch.tensor_split, Tensor.tensor_split})
+_CUT_BY_NUMBERS = ("torch.tensor_split reads the numbers of a tensor", "give the places as ints, or set compile=False")
 NUMBERS = torch.SymInt, torch.SymFloat  # what the number of a step is to a body, and what it computes from it
 LAYOUT = frozenset({Tensor.stride, Tensor.is_contiguous, Tensor.storage_offset})
 # Written to by what no graph shows; and in a carry, which may have gradients, autograd refuses them.
@@ -149,6 +152,8 @@ class CallWatch(TorchFunctionMode):
         """Makes a call during which operations are no surprise."""
         self.asked_layout |= func in LAYOUT
         reason = _REFUSED.get(func)
+        if func in _CUTS and any(isinstance(x, Tensor) for x in (*args[1:], *(kwargs or {}).values())):
+            reason = _CUT_BY_NUMBERS
         if func is Tensor.tolist and self.may_list is not None and self.may_list(args[0]):
             reason = None
         elif reason is None and type(func) is MethodWrapperType:
