@@ -15,13 +15,9 @@ from tensorloop.packed.rows.size import FromEnd, RaggedSize
 from tensorloop.packed.table.base import Packed, check_same_rows, is_packed, refusal
 from tensorloop.packed.table.entries import plain
 from tensorloop.packed.views.parts import index as index_view
+from tensorloop.packed.views.parts import is_whole
 
 _ALL = slice(None)
-
-
-def _is_whole(k: slice) -> bool:
-    """Whether it is `:`. By identity: `p.shape[1]` equals None, and as the end of a slice is refused."""
-    return k.start is None and k.stop is None and k.step is None
 
 
 def getitem(p: Packed, key: Any) -> Any:
@@ -29,7 +25,7 @@ def getitem(p: Packed, key: Any) -> Any:
     if type(key) is int:  # a row, or rows that follow each other, without a look at what else a key may be
         return _index_row(p, key, _ALL, ())
     if type(key) is slice:
-        return p if _is_whole(key) else _select_rows(p, key)
+        return p if is_whole(key) else _select_rows(p, key)
     if (mask := find_mask(p, key)) is not None:
         return p.values[mask]
     if any(is_packed(k) for k in (key if isinstance(key, tuple) else (key,))):
@@ -43,10 +39,10 @@ def getitem(p: Packed, key: Any) -> Any:
         raise refusal("lists of rows and of features would be taken in pairs", "use p[rows][..., features]")
     if isinstance(rows, int):
         return _index_row(p, rows, times, features)
-    if not (isinstance(rows, slice) and _is_whole(rows)):
+    if not (isinstance(rows, slice) and is_whole(rows)):
         p = _select_rows(p, rows)
     if isinstance(times, slice):
-        p = p if _is_whole(times) else crop(p, times)
+        p = p if is_whole(times) else crop(p, times)
         return p._with(_index_features(p.values, features)) if features else p
     return _index_times(p, times, features)
 

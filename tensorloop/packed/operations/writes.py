@@ -11,6 +11,7 @@ from tensorloop.packed.table.base import Packed, is_packed, refusal
 from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.pointwise import align, check_partner
 from tensorloop.packed.table.untaken import WHY, WRITTEN
+from tensorloop.packed.views.parts import is_whole
 
 
 def setitem(p: Packed, key: Any, value: Any) -> None:
@@ -51,7 +52,7 @@ def _gives_view(p: Packed, key: Any) -> bool:
         return False
     if keys[0] is Ellipsis:
         return len(keys) == 2 and p.ndim > 2  # the last feature; of two dims it is the step
-    whole = [isinstance(k, slice) and k.start is None and k.stop is None and k.step is None for k in keys[:2]]
+    whole = [is_whole(k) for k in keys[:2]]
     return type(keys[0]) is int or (len(whole) == 2 and all(whole))
 
 

@@ -12,7 +12,16 @@ from tensorloop.packed.rows.size import NoNumber, RaggedSize
 from tensorloop.packed.scores.by_rows import batch_of, check_same, cut, join, open_only_rows, ragged_of
 from tensorloop.packed.scores.scores import INSTEAD, PackedScores
 from tensorloop.packed.table.base import Packed, PackedView, not_in_place, refusal
-from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, is_taken, lacks, runs
+from tensorloop.packed.table.dispatch import (
+    HANDLED,
+    dispatch,
+    find_dim_parameter,
+    handles,
+    is_taken,
+    lacks,
+    rename,
+    runs,
+)
 from tensorloop.packed.table.heads_as_rows import divide, is_size_of, multiply, part_heads
 from tensorloop.packed.table.layout import see, unwrap
 from tensorloop.packed.table.operations import named
@@ -170,9 +179,7 @@ def along(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 
 def _take_dim(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> tuple[Any, Any]:
     """The dim that a function is given, and what calls it with another tensor, and another dim or none."""
-    for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):
-        if alias in kwargs:
-            kwargs[known] = kwargs.pop(alias)
+    rename(kwargs)
     place, name, default = find_dim_parameter(func.__name__)
     at = place - 1
     given = args[at] if len(args) > at else kwargs.pop(name, default)

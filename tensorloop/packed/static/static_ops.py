@@ -1,6 +1,6 @@
-"""What torch functions do with packed tensors of static shape: a table of its own, and what is pointwise.
+"""The dispatch of packed tensors of static shape, and what is pointwise or along their features.
 
-Handlers are in `static_layers.py` and `static_reduce.py`.
+Handlers are in `static_layers.py` and `static_reduce.py`; the table of operations names them.
 
 Free entries are 0 before and after each operation, and no gradient leaves them: `p._with` sees to that. So an operation
 has to care only about its other arguments: the gradient of a weight is a sum over all entries, and 0 * inf is NaN.
@@ -17,7 +17,7 @@ from tensorloop._common.errors import Fact, WrongIndex, WrongType, WrongValue
 from tensorloop._torch.dynamo import constant_in_graphs
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import StaticPacked, is_packed, refusal
-from tensorloop.packed.table.dispatch import ALONG_FEATURES, HANDLED, HANDLERS, find_dim_parameter, lacks
+from tensorloop.packed.table.dispatch import ALONG_FEATURES, HANDLED, HANDLERS, find_dim_parameter, lacks, rename
 from tensorloop.packed.table.pointwise import is_pointwise, refuse_array
 from tensorloop.packed.table.row import STATIC
 
@@ -35,11 +35,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
             refuse_lost_gradient(given)
         if any(is_packed(x) for x in given):
             raise refusal("of a packed tensor and a static one", "make both static, or .trim() this one")
-        for alias, known in (("axis", "dim"), ("keepdims", "keepdim")):
-            if alias in kwargs:
-                kwargs = {known if k == alias else k: x for k, x in kwargs.items()}
+        kwargs = rename(dict(kwargs))
         if name in _RUNS:
             return _RUNS[name](func, *args, **kwargs)
+        if not args and "input" in kwargs:
+            args = (kwargs.pop("input"),)
         if name in ALONG_FEATURES and (dims := _feature_dims(name, args, kwargs)) is not None:
             return _run_on_features(func, args, kwargs, *dims)
         if not by_entry or kwargs.get("out") is not None or (name == "where" and len(given) == 1):
@@ -56,7 +56,7 @@ def _feature_dims(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> t
     place, key, default = _dim_parameter(name)
     given = args[place] if len(args) > place else kwargs.get(key, default)
     several = isinstance(given, (tuple, list))
-    if not is_static(args[0]) or not all(type(d) is int for d in (given if several else (given,))):
+    if not args or not is_static(args[0]) or not all(type(d) is int for d in (given if several else (given,))):
         return None
     numbers = find_dims(args[0], given)
     if not numbers or min(numbers) < 2:

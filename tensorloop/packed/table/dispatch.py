@@ -111,8 +111,8 @@ def _form_of(x: Any) -> str | None:
 def _follow(out: Any, name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any], form: str) -> Any:
     """The result of a function that gives views; where ours are copies, they are remembered as those."""
     x, rest = args[0], args[1:]
-    if form == SCORES and not gives_view(rest):
-        return out
+    if name == "__getitem__" and not gives_view(rest[0]):
+        return out  # at a list, or a tensor of indices, torch gives a copy
     if form != SCORES and is_of_rows(out, x._dim if form == ROWS else x.packed._dim):
         return out
     key = rest[0] if name == "__getitem__" else name

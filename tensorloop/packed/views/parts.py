@@ -36,7 +36,7 @@ def index(x: Any, key: Any) -> Any:
     of_dims = {d: k for k, d in placed}
     rows, times = of_dims[layout.batch], of_dims[layout.time]
     p: Any = unwrap(x)
-    if not (_is_whole(rows) and _is_whole(times)):
+    if not (is_whole(rows) and is_whole(times)):
         p = p[rows, times]
     if isinstance(p, Tensor):
         gone = [d for d in layout[:2] if isinstance(of_dims[d], int)]
@@ -48,7 +48,8 @@ def index(x: Any, key: Any) -> Any:
     return see(p._with(values), *places)
 
 
-def _is_whole(k: Any) -> bool:
+def is_whole(k: Any) -> bool:
+    """Whether it is `:`. By identity: `p.shape[1]` equals None, and as the end of a slice is refused."""
     return isinstance(k, slice) and k.start is None and k.stop is None and k.step is None
 
 

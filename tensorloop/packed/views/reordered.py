@@ -178,11 +178,10 @@ def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
 @runs(VIEWS)
 def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By the handler of layers, where the layout has some; else by that of views; else as the kind says."""
-    if (form := _find_layers(name, args, kwargs)) is not None:
+    if (layout := _find_layers(name, args, kwargs)) is not None:
         # No comprehension: the dynamo of torch 2.11 fails at one where the graph breaks, on Python 3.12.
-        layout = next(layout for layout, known in _LAYOUTS.items() if known == form)
         args, kwargs = unwrap(args), dict(zip(kwargs, map(unwrap, kwargs.values()), strict=True))
-        return _turn_channels(_run_layer(HANDLED[form][name], func, args, kwargs), layout)
+        return _turn_channels(_run_layer(HANDLED[_LAYOUTS[layout]][name], func, args, kwargs), layout)
     if name in HANDLED[VIEWS]:
         return HANDLED[VIEWS][name](func, *args, **kwargs)
     if (refused := lacks(name, VIEWS)) is not None:
@@ -208,13 +207,15 @@ def _run_layer(handler: Handler, func: Any, args: tuple[Any, ...], kwargs: dict[
     return handler(func, *args, **kwargs)
 
 
-def _find_layers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> str | None:
-    """The form whose layers all views have the layout of, if it has the function."""
+def _find_layers(name: str, args: tuple[Any, ...], kwargs: dict[str, Any]) -> ViewLayout | None:
+    """The layout that all views have, if there are layers of it and this function is one."""
     if name not in HANDLED[CHANNELS] and name not in HANDLED[IMAGES]:
         return None
     layouts = {layout_of(x) for x in (*args, *kwargs.values()) if isinstance(x, PackedView)}
-    form = _LAYOUTS.get(layouts.pop()) if len(layouts) == 1 else None
-    return form if form is not None and name in HANDLED[form] else None
+    if len(layouts) != 1:
+        return None
+    layout = layouts.pop()
+    return layout if layout in _LAYOUTS and name in HANDLED[_LAYOUTS[layout]] else None
 
 
 def _turn_channels(out: Any, layout: ViewLayout) -> Any:

@@ -285,6 +285,35 @@ def test_a_step_is_an_ordinary_tensor_otherwise() -> None:
     assert type(torch.stack([y, y])) is Tensor
 
 
+LISTS: dict[str, tuple[Callable[[Any], Any], Any]] = {
+    "rows": (lambda x: x.transpose(1, 2), [0, 1]),
+    "rows by a tensor": (lambda x: x.transpose(1, 2), torch.tensor([0, 1])),
+    "steps": (lambda x: x.transpose(1, 2), (slice(None), slice(None), [0])),
+    "heads": (heads, (slice(None), [1])),
+    "heads of scores": (lambda x: heads(x) @ heads(x).mT, (slice(None), [1])),
+}
+
+
+@pytest.mark.parametrize("name", LISTS)
+def test_what_a_list_takes_is_a_copy(name: str) -> None:
+    turn, key = LISTS[name]
+    x = turn(PackedTensor(torch.randn(9, 4, dtype=torch.float64), [3, 2, 4]))
+    before = x._memory.clone()
+    taken = x[key]
+    taken += 1
+    assert torch.equal(x._memory, before)
+
+
+def test_heads_of_scores_that_a_list_of_sizes_cuts_are_views() -> None:
+    x = heads(PackedTensor(torch.randn(9, 4, dtype=torch.float64), [3, 2, 4]))
+    scores = x @ x.mT
+    wanted = [row * 2 for row in scores.unbind()]
+    scores.split([1, 1], 1)[1].mul_(2)
+    scores.split(1, 1)[0].mul_(2)
+    for one, row in zip(scores.unbind(), wanted, strict=True):
+        assert torch.equal(one, row)
+
+
 # -- writes by index
 
 

@@ -300,6 +300,18 @@ def test_losses_and_layers_of_views(name: str, turn: Callable[[Any], Any]) -> No
 STATIC_ALONG = sorted(name for name in {*CALLS, *ALONG_BY_HAND} - {"index_select"} if is_taken(name, STATIC))
 
 
+def test_a_static_tensor_given_by_name() -> None:
+    p, s = PackedTensor(P.values, LENS), FORMS[STATIC]
+    calls: list[Callable[[Any], Any]] = [
+        lambda x: torch.std(input=x, dim=2),
+        lambda x: torch.topk(input=x, k=1, dim=-1)[0],
+    ]
+    for call in calls:
+        assert torch.equal(call(s).trim().values, call(p).values)
+    with pytest.raises(TypeError, match="std: it is not there; write it with"):
+        torch.std(input=s, dim=1)
+
+
 def test_an_index_along_features_of_a_static_tensor_is_refused() -> None:
     with pytest.raises(TypeError, match=r"index_select: of another tensor along its features; use p\.pack"):
         CALLS["index_select"](FORMS[STATIC], 2)
