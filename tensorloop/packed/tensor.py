@@ -29,7 +29,7 @@ from tensorloop.packed.other_layouts.einops import make_backend
 from tensorloop.packed.other_layouts.tree import register
 from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim, as_dim, unchanged
-from tensorloop.packed.scores import between, score_parts
+from tensorloop.packed.scores import between, score_parts, score_shapes
 from tensorloop.packed.table.aliases import follow, mark
 from tensorloop.packed.table.autograd import apply, is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import Packed, add_operators, find_dim, gives_view, is_of_rows
@@ -44,7 +44,8 @@ from tensorloop.packed.views import reordered as _views
 __all__ = ["FALLBACKS", "Dim", "PackedFallbackWarning", "PackedTensor", "apply"]
 
 # Loaded for the operations that they put into the table.
-_TABLES = features, joins, losses, norms, pieces, reduce, regroup, rnn, shape, sort, _views, between, score_parts
+_TABLES = features, joins, losses, norms, pieces, reduce, regroup, rnn, shape, sort
+_SEEN_TABLES = _views, between, score_parts, score_shapes
 _TIME_TABLES = convolution, images, pooling, resampling, spectrum, statistics
 
 

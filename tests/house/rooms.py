@@ -133,7 +133,7 @@ INNER_DOORS = {
     *_of("packed.rows", "alignments dim segment_reduce segments size windows"),
     *_of("packed.table", "aliases assign autograd base dispatch entries fallback heads_as_rows layout made_by_size"),
     *_of("packed.table", "any_order operations pointwise refusals row types untaken"),
-    *_of("packed.scores", "between by_rows relative score_ops score_parts scores"),
+    *_of("packed.scores", "between by_rows relative score_ops score_parts score_shapes scores"),
     *_of("packed.views", "parts reordered"),
     *_of("packed.operations", "features index joins losses norms padding pieces reduce regroup rnn shape sort"),
     *("packed.operations.transducer", "packed.operations.writes"),

@@ -47,7 +47,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "packed.operations": (14, 4, 9),
     "packed.other_layouts": (3, 1, 0),
     "packed.rows": (6, 2, 5),
-    "packed.scores": (6, 4, 6),
+    "packed.scores": (7, 4, 8),
     "packed.static": (5, 4, 7),
     "packed.table": (19, 9, 42),
     "packed.time": (6, 2, 3),

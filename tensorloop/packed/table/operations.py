@@ -179,7 +179,7 @@ row(OTHER, "_nested_tensor_from_mask_left_aligned", "reordered.is_left_aligned")
 
 def _shape(names: str, handler: str, says: str, scores: str, static: str = "", called: str = "", **runs: str) -> None:
     """Enters functions of shapes, for which packed tensors and views of them have the same handler."""
-    runs |= {VIEWS: handler, SCORES: f"score_ops.{scores}"}
+    runs |= {VIEWS: handler, SCORES: f"score_shapes.{scores}"}
     runs |= {STATIC: f"static_layers.{static}"} if static else {}
     row(SHAPE, names, handler, says, called, **runs)
 
