@@ -92,7 +92,7 @@ def fori_loop(
     try:
         return run_loop(loop, checkpoints, progress, compile)[1]
     except FirstStepApart:
-        return first_step.fori_loop(make, FirstOnly(init), first, checkpoints, progress, compile)
+        return first_step.fori_loop(make, first_step.apart(init, checkpoints), first, checkpoints, progress, compile)
 
 
 @overload

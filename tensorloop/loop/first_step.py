@@ -14,8 +14,10 @@ from tensorloop._torch import transforms
 from tensorloop.loop.called import name_of_carry
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.checkpoint.node import plan_of
+from tensorloop.loop.checkpoint.user_functions import noted
 from tensorloop.loop.compiled.explain import NO_STEP, Explanation
 from tensorloop.loop.compiled.front import FirstStepApart, check_compile
+from tensorloop.loop.effects.notes import StepNotes
 from tensorloop.loop.loop import Loop, State, without_graph
 from tensorloop.loop.outputs import place
 from tensorloop.loop.packed_scan import PackedSlices
@@ -26,12 +28,17 @@ MakeScan = Callable[[type[Loop], Any, Slices], Loop]  # of a kind of loop, an in
 
 
 class FirstOnly:
-    """An init that the first step alone gets."""
+    """An init that the first step alone gets; `notes` has what that writes, if that is to be put back on a refusal."""
 
-    __slots__ = ("carry",)
+    __slots__ = ("carry", "notes")
 
-    def __init__(self, carry: Any) -> None:
-        self.carry = carry
+    def __init__(self, carry: Any, notes: StepNotes | None = None) -> None:
+        self.carry, self.notes = carry, notes
+
+
+def apart(init: Any, checkpoints: Any) -> FirstOnly:
+    """An init whose first step the loop runs by itself because of what it makes in Python."""
+    return FirstOnly(init, None if plan_of(checkpoints) is None else StepNotes())
 
 
 def first_only(init: Any) -> Any:
@@ -120,7 +127,7 @@ def scan_whole(make: MakeScan, init: Any, slices: Slices, checkpoints: Any, prog
     try:
         return run_scan(loop, checkpoints, progress, compile)
     except FirstStepApart:
-        return scan(make, FirstOnly(init), slices, checkpoints, progress, compile)
+        return scan(make, apart(init, checkpoints), slices, checkpoints, progress, compile)
 
 
 def explain_whole(
@@ -159,10 +166,10 @@ def _refuse_packed(slices: Slices) -> None:
 def _begin_scan(make: MakeScan, init: FirstOnly, slices: Slices) -> tuple[Any, Any, Loop | None]:
     """Does the first step: (the carry, y, the loop of the others, None where there are none)."""
     first, rest = slices.parted()
-    begun = make(FirstStep, init.carry, first)
+    begun = _noting(make(FirstStep, init.carry, first), init)
     carry, y = run_scan(begun, None, False, False)
     ends = slices.length == 1 or (isinstance(begun, FirstStep) and begun.met)
-    return carry, y, None if ends else _going_on(make(Loop, carry, rest))
+    return carry, y, None if ends else _going_on(make(Loop, carry, rest), init)
 
 
 def while_loop(
@@ -182,7 +189,10 @@ def while_loop(
         return carry, ended.taken
     with _counted_anew():
         ended, carry = run_loop(
-            _going_on(make(None, carry, None if max_steps is None else max_steps - 1)), checkpoints, progress, compile
+            _going_on(make(None, carry, None if max_steps is None else max_steps - 1), init),
+            checkpoints,
+            progress,
+            compile,
         )
     return carry, ended.steps() + 1
 
@@ -197,14 +207,21 @@ def fori_loop(
 ) -> Any:
     """The carry of a loop of at least one step, which runs by itself; `make` gives the loop that begins at a number."""
     _check(checkpoints, compile)
-    _, carry = run_loop(make(FirstStep, init.carry, lower), None, False)
+    _, carry = run_loop(_noting(make(FirstStep, init.carry, lower), init), None, False)
     with _counted_anew():
-        return run_loop(_going_on(make(Loop, carry, lower + 1)), checkpoints, progress, compile)[1]
+        return run_loop(_going_on(make(Loop, carry, lower + 1), init), checkpoints, progress, compile)[1]
 
 
-def _going_on(loop: Loop) -> Loop:
+def _noting(loop: Loop, init: FirstOnly) -> Loop:
+    """The loop of the first step, which notes what it writes."""
+    if init.notes is not None:
+        loop.body = noted(loop.body, init.notes)
+    return loop
+
+
+def _going_on(loop: Loop, init: FirstOnly) -> Loop:
     """The loop of the other steps."""
-    loop.goes_on = True
+    loop.goes_on, loop.notes = True, init.notes
     return loop
 
 

@@ -20,7 +20,7 @@ from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.called import Called, name_of_carry
 from tensorloop.loop.carry import Carry
 from tensorloop.loop.context import Context
-from tensorloop.loop.effects.notes import Asked
+from tensorloop.loop.effects.notes import Asked, StepNotes
 from tensorloop.loop.slices import Slices
 from tensorloop.tensor_array.array import TensorArray
 
@@ -59,6 +59,7 @@ class Loop:
         self.lower = 0  # the number of what comes first in index order, and the function that takes the numbers
         self.numbered: Callable[..., Any] | None = None
         self.goes_on = False  # whether init is what a first step gave, which ran by itself
+        self.notes: StepNotes | None = None  # what that wrote, where it is to be put back if the others are refused
         # What is known of a condition that is asked in Python and of the body beside it, where one is compiled.
         self.asked: Asked | None = None
         self.counters: dict[int, int] = {}  # leaves of the carry that are Python ints, and what a step adds to them

@@ -259,7 +259,6 @@ def scanned(body: Any) -> Any:
     return tl.scan(body, torch.ones(2, requires_grad=True), torch.ones(5, 2), checkpoints=2)[0]
 
 
-@pytest.mark.eager_only("the first step makes the item by itself, before the loop of the others", cases=["kinds['k']"])
 @pytest.mark.parametrize("first", [True, False])
 @pytest.mark.parametrize(("write", "read"), READ)
 def test_what_a_step_has_written_no_step_reads(write: str, read: str, first: bool) -> None:

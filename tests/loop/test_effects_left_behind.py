@@ -326,3 +326,42 @@ def test_a_cached_property_of_a_condition_compiles() -> None:
     limit = Limit()
     found = tl.while_loop(lambda c: c[0] < limit.steps, lambda c: c + 1, torch.zeros(2), compile="strict")
     assert found.tolist() == [5, 5]
+
+
+class Missing(dict[Any, int]):
+    def __missing__(self, key: Any) -> int:
+        self[key] = 0
+        return 0
+
+
+APPEAR = {  # what the first step makes, and all others change and read
+    "defaultdict": (lambda: collections.defaultdict(int), "s['k'] += 1", "s['k']"),
+    "dict": (lambda: {}, "s['k'] = s.get('k', 0) + 1", "s['k']"),
+    "setdefault": (lambda: {}, "s.setdefault('k', 0); s['k'] += 1", "s['k']"),
+    "missing": (Missing, "s['k'] += 1", "s['k']"),
+    "attribute": (types.SimpleNamespace, "s.n = getattr(s, 'n', 0) + 1", "s.n"),
+    "None": (lambda: types.SimpleNamespace(n=None), "s.n = 1 if s.n is None else s.n + 1", "s.n"),
+    "OrderedDict": (collections.OrderedDict, "s['k'] = s.get('k', 0) + 1; s.move_to_end('k')", "s['k']"),
+    "ChainMap": (collections.ChainMap, "s['k'] = s.get('k', 0) + 1", "s['k']"),
+    "Counter": (collections.Counter, "s['k'] += 1", "s['k']"),
+}
+
+
+@pytest.mark.eager_only("the kind of loop is given", run=False)
+@pytest.mark.parametrize("kind", APPEAR)
+@pytest.mark.parametrize("loop", ["scan", "fori_loop"])
+def test_what_the_first_step_makes_is_gone_where_the_others_are_refused(kind: str, loop: str) -> None:
+    make, write, read = APPEAR[kind]
+    found: dict[str, Any] = {"s": make(), "torch": torch, "__name__": "users"}
+    exec(compile(f"def step(c):\n    {write}\n    return torch.tanh(c * {read})", "<body>", "exec"), found)
+    before, c = copy.deepcopy(found["s"]), torch.ones(2, requires_grad=True)
+    step = found["step"]
+    loops: dict[str, Callable[..., Any]] = {
+        "scan": lambda **options: tl.scan(lambda c, x: (step(c), None), c, torch.ones(5), **options),
+        "fori_loop": lambda **options: tl.fori_loop(0, 5, lambda i, c: step(c), c, **options),
+    }
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", tl.loop.NotCompiledWarning)
+        with pytest.raises(RuntimeError, match=r"the body .*<body>:[23]"):
+            loops[loop](checkpoints=2, compile=True)
+    assert found["s"] == before

@@ -17,7 +17,7 @@ from tensorloop.loop.effects.judge import Judge
 from tensorloop.loop.effects.notes import StepNotes, Ways
 from tensorloop.loop.effects.reads import Reads
 from tensorloop.loop.known_reads import known_reads, root_of, roots_of
-from tensorloop.loop.loop import Loop
+from tensorloop.loop.loop import Body, Loop
 
 
 class Watched:
@@ -28,7 +28,7 @@ class Watched:
         self.on = True  # whether calls are recorded
         self.fills = False  # whether the last step has set what it found missing: there a replay may go another way
         self.foreign: tuple[Tensor, int] | None = None  # a leaf of the carry that a step gave and had not made
-        self.notes, self.paths = StepNotes(), Ways()
+        self.notes, self.paths = loop.notes or StepNotes(), Ways()
         self.loop, self.root = loop, root_of(loop)
         # Whether all steps go one way, of which nothing is left to see: as those of an earlier loop that was followed.
         self._earlier = known_reads.find(self.root, loop)
@@ -81,15 +81,37 @@ class Watched:
             told = self.captures.told or self.captures.generators or self.notes.wrote()
             self.is_known = self._alike and self.paths.settled and not told
             self.notes.next()
-        if (effect := judge.seen) is not None:
-            file, line = effect.place
-            self.notes.undo()
-            raise Misuse(
-                f"the body {effect.what} ({file}:{line}), and backward runs steps again, with what the last step has "
-                f"left; put it in the carry, or let tl.carrying do so, or give no checkpoints (tl.loop.pure(fn) says "
-                f"that what fn does has no effect on the loop)"
-            ) from None
+        _refuse(judge, self.notes)
         return out
+
+
+def noted(body: Body, notes: StepNotes) -> Body:
+    """The body of a first step that runs by itself: refused as those of the loop are, and noted for them."""
+
+    def step(*args: Any) -> Any:
+        judge, out = Judge(notes, given=args), None
+        try:
+            with following(judge):
+                out = body(*args)
+        finally:
+            judge.end()
+            notes.next()
+        _refuse(judge, notes)
+        return out
+
+    return step
+
+
+def _refuse(judge: Judge, notes: StepNotes) -> None:
+    """Refuses what a judge has seen, and puts back what the steps have written."""
+    if (effect := judge.seen) is not None:
+        file, line = effect.place
+        notes.undo()
+        raise Misuse(
+            f"the body {effect.what} ({file}:{line}), and backward runs steps again, with what the last step has "
+            f"left; put it in the carry, or let tl.carrying do so, or give no checkpoints (tl.loop.pure(fn) says "
+            f"that what fn does has no effect on the loop)"
+        ) from None
 
 
 def _foreign(judge: Judge, carry: Any, args: tuple[Any, ...]) -> tuple[Tensor, int] | None:
