@@ -8,7 +8,9 @@ from typing import Any
 
 import torch
 
-__all__ = ["available", "kernel", "why_not"]
+from tensorloop._common.kept_memory import GIVE_BACK
+
+__all__ = ["available", "clear", "kernel", "why_not"]
 
 PACKAGE = "tensorloop_cuda"
 
@@ -74,3 +76,19 @@ def kernel(name: str) -> Callable[..., Any]:
         mend = "pip install 'tensorloop[gpu]'"
         raise RuntimeError(f"cuda.kernel: {name!r} cannot run here: {reason}; {mend} may mend it")
     return getattr(import_module(PACKAGE), name)
+
+
+def clear() -> None:
+    """Gives back the memory that compiled loops keep on GPUs between their calls.
+
+    That is the memory of their CUDA graphs, and cuBLAS's own for the streams on which they were captured. Torch can
+    only give back cuBLAS's memory of all streams at once: a `torch.cuda.CUDAGraph` of your own that computes products
+    and was captured on a stream that had computed some before is to be captured again.
+
+    Cost: the next call of each loop records its graphs anew. Nothing waits for a device.
+
+    Example:
+        >>> tl.cuda.clear()
+    """
+    for give_back in GIVE_BACK:
+        give_back()

@@ -13,9 +13,9 @@ from tensorloop.compiler.emitter.device.kernel import DeviceText, device_text
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.compiler.targets.ptx import assemble, driver, made
-from tests.device import recording
+from tests.device import pretended, recording
 from tests.support.lanes import Lanes, Order
-from tests.support.pretended_driver import Launch, PretendedDriver
+from tests.support.pretended_driver import Launch
 
 
 class Twin(NamedTuple):
@@ -29,7 +29,8 @@ class PretendedKernels:
     """The driver, the twins of what it was given, and the order in which lanes go."""
 
     def __init__(self) -> None:
-        self.library = PretendedDriver(self.run)
+        self.library = pretended.DRIVER
+        self.library.run = self.run
         self.order = Order()
         self.twins: dict[str, Twin] = {}  # by the module's text
         self.modules: dict[bytes, str] = {}  # by PTX
@@ -71,7 +72,6 @@ def start() -> PretendedKernels:
     if not _started:
         _started.append(PretendedKernels())
         kernels = _started[0]
-        driver.open_library = lambda: kernels.library
         driver.stream_of = lambda device: torch.cuda.current_stream(device).stream_id
         made.device_text, made.ptx_of = kernels.text, kernels.ptx
     return _started[0]

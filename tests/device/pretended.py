@@ -8,6 +8,7 @@ what a device would be given to do, and notes where the host would wait for it.
 import atexit
 import contextlib
 import ctypes
+import itertools
 import sys
 import threading
 import time
@@ -19,8 +20,12 @@ from typing import Any
 
 import torch
 
+from tensorloop.compiler.targets.ptx import driver
 from tests.device import built, fused, recording
+from tests.support.pretended_driver import PretendedDriver
 
+DRIVER = PretendedDriver()
+_pooled = itertools.count()
 HERE = str(Path(__file__).parent)
 DEVICES = 2
 
@@ -88,6 +93,8 @@ class Watch:
         records = getattr(recording.here, "recorder", None) is not None
         if self.is_lost():
             return 2
+        if recording.modelled[0] and kind == "launch" and name in recording.PRODUCTS:
+            recording.computes_product()
         with self.lock:
             for counts in self.counting:
                 if kind == "launch":
@@ -128,7 +135,9 @@ class Watch:
     def listen(self) -> None:
         """Called back only while someone wants to know: that takes time."""
         self.library.watch(
-            self.told if self.counting or self.mode or self.left is not None or recording.any_recording() else Watcher()
+            self.told
+            if self.counting or self.mode or self.left is not None or recording.any_recording() or recording.modelled[0]
+            else Watcher()
         )
 
     @contextlib.contextmanager
@@ -172,6 +181,8 @@ def start() -> None:
     torch.UntypedStorage.__new__ = new_storage
     recording.watches.append(_watch[0])
     torch._C._host_emptyCache = torch._C._cuda_emptyCache = lambda: None  # pyright: ignore
+    torch._C._cuda_clearCublasWorkspaces = recording.drop_workspaces  # pyright: ignore
+    driver.open_library = lambda: DRIVER
     torch._C._set_cudnn_enabled(False)  # torch's samples of operations forbid to set the flag itself
     torch.cuda.manual_seed_all(torch.initial_seed())
     # A device's thread of autograd drops its last task after `backward` has returned, and needs Python for that.
@@ -196,10 +207,21 @@ def losing(calls: int) -> contextlib.AbstractContextManager[None]:
 
 
 class Stream(torch.Stream):
-    """As `torch.cuda.Stream`, on the current device unless another is named."""
+    """As `torch.cuda.Stream`, on the current device unless another is named: one of 32, which come again."""
 
     def __new__(cls, device: Any = None, priority: int = 0) -> "Stream":
-        return super().__new__(cls, index_of(device), priority=priority)  # pyright: ignore
+        return named_stream(cls, next(_pooled) % 32 + 1, device)
+
+
+class ExternalStream(torch.Stream):
+    """As `torch.cuda.ExternalStream`."""
+
+    def __new__(cls, stream_ptr: int, device: Any = None) -> "ExternalStream":
+        return named_stream(cls, stream_ptr, device)
+
+
+def named_stream(kind: Any, number: int, device: Any) -> Any:
+    return torch.Stream.__new__(kind, stream_id=number, device_index=index_of(device).index, device_type=1)
 
 
 class Event(torch.Event):
@@ -231,6 +253,7 @@ def replacements(watch: Watch) -> dict[str, Any]:
         "_exchange_device": torch._C._accelerator_exchangeDevice,
         "_maybe_exchange_device": torch._C._accelerator_maybeExchangeDevice,
         "Stream": Stream,
+        "ExternalStream": ExternalStream,
         "Event": Event,
         "current_stream": lambda device=None: accelerator.current_stream(device),
         "default_stream": lambda device=None: torch.Stream(

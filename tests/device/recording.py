@@ -8,6 +8,7 @@ while it records is refused, and an error ends the recording for good.
 import contextlib
 import itertools
 import threading
+import weakref
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 
@@ -25,6 +26,47 @@ _recording: dict[tuple[int, int], "Recorder"] = {}  # by the stream whose turn i
 _lock = threading.Lock()
 watches: list[Any] = []  # the one of `pretended`, once it has started
 here = threading.local()  # `recorder` of this thread, while it records
+
+
+# What computes products: cuBLAS does, with memory that torch takes for each of its handles, one a thread, and streams.
+PRODUCTS = {f"aten::{name}" for name in ("mm", "addmm", "bmm", "baddbmm", "addmv", "mv", "dot", "addmm_", "addmv_")}
+_workspaces: dict[tuple[int, tuple[int, int]], "Workspace"] = {}
+modelled = [False]  # whether they are followed, for which each launch is told
+
+
+class Workspace:
+    """Memory of cuBLAS's, in the pool of whoever recorded when it was taken, or in that of all work: None."""
+
+    def __init__(self, pool: Any) -> None:
+        self.pool, self.dropped = pool, False
+
+
+@contextlib.contextmanager
+def workspaces() -> Iterator[None]:
+    """Follows cuBLAS's memory while it is open: a graph that has lost it is not replayed."""
+    modelled[0] = True
+    watches[0].listen()
+    try:
+        yield
+    finally:
+        drop_workspaces()
+        modelled[0] = False
+        watches[0].listen()
+
+
+def computes_product() -> None:
+    """The current thread computes a product on its current stream."""
+    recorder, key = getattr(here, "recorder", None), (threading.get_ident(), place(torch.cuda.current_stream()))
+    if key not in _workspaces:
+        _workspaces[key] = Workspace(None if recorder is None else recorder.graph.shares)
+    if recorder is not None:
+        recorder.graph.workspaces.append(_workspaces[key])
+
+
+def drop_workspaces() -> None:
+    """As torch's own of that name, which any library may ask for."""
+    while _workspaces:
+        _workspaces.popitem()[1].dropped = True
 
 
 class Operation(NamedTuple):
@@ -182,6 +224,8 @@ class Graph:
         self.asked = 0  # operations while it recorded
         self.recorder: Recorder | None = None
         self.ended, self.shares = False, (0, 0)
+        self.workspaces: list[Workspace] = []
+        weakref.finalize(self, drop_workspaces).atexit = False  # as `reset` does
 
     def register_generator_state(self, generator: torch.Generator) -> None:
         self.generators.append(generator)
@@ -246,6 +290,8 @@ class Graph:
                         x.copy_(new)
 
     def check_memory(self) -> None:
+        if any(x.dropped and x.pool != self.shares for x in self.workspaces):
+            refuse("an illegal memory access was encountered: cuBLAS's memory that the graph uses was let go")
         for x in self.outside:
             memory = x.untyped_storage()
             if torch._C._storage_Use_Count(memory._cdata) <= self.holders[memory.data_ptr()] + 1:
@@ -253,6 +299,7 @@ class Graph:
 
     def reset(self) -> None:
         self.tape, self.fresh, self.outside, self.ended = [], [], [], False
+        drop_workspaces()  # as torch 2.12 and newer do, those of all streams
 
     def pool(self) -> Any:
         return self.shares

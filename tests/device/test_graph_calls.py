@@ -67,15 +67,6 @@ def test_each_stream_and_device_has_its_own_graphs(device: str, short: None) -> 
     assert torch.cuda.current_device() == 0
 
 
-def test_memory_is_kept_for_few_streams(short: None) -> None:
-    step, given = cell("rnn", 3)
-    core = GraphCore(step)
-    for _ in range(6):
-        with torch.cuda.stream(torch.cuda.Stream()):
-            assert_same(core, step, given, 3)
-    assert len(core._recorded) == 4
-
-
 def test_other_settings_are_recorded_again(short: None) -> None:
     step, given = cell("rnn", 3)
     core, call = GraphCore(step), call_of(step, given, 3)

@@ -115,7 +115,7 @@ def _of(room: str, names: str) -> list[str]:
 
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *_of("loop.checkpoint", "adjoint dependence in_order leaving node options snapshots"),
+    *_of("loop.checkpoint", "adjoint dependence in_order leaving node options snapshots user_functions"),
     *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
     *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
     *_of("loop.compiled.look", "second_look template values_read"),
@@ -128,7 +128,10 @@ INNER_DOORS = {
     *_of("compiler.emitter.write", "bounds element_by_element elements factorings function fuse matrices row_shares"),
     *_of("compiler.emitter.write", "scratch step_loop units walk_body"),
     *_of("compiler.emitter.device", "devices kernel"),
-    *_of("compiler.targets", "eager given proved target cpu.host cpu.object_cache cpu.cpu_target ptx.ptx_target"),
+    *_of(
+        "compiler.targets",
+        "eager given proved target cpu.host cpu.object_cache cpu.cpu_target ptx.driver ptx.ptx_target",
+    ),
     *(f"memory.counting.{name}" for name in ("allocator", "finder", "holders", "located", "nodes", "saved", "sites")),
     *_of("packed.rows", "alignments dim segment_reduce segments size windows"),
     *_of("packed.table", "aliases assign autograd base dispatch entries fallback heads_as_rows layout made_by_size"),

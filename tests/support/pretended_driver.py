@@ -121,6 +121,10 @@ class PretendedDriver:
         self.allowed[function.value] = value
         return 0 if attribute == 8 and value <= self.attributes[97] else 1
 
+    def _cuStreamCreate(self, to: Any, flags: int) -> int:
+        to.value = self._new()
+        return 0 if self.contexts and flags == 1 else 201
+
     def _cuLaunchKernel(self, function: Any, *rest: Any) -> int:
         groups, _, _, lanes, _, _, shared, stream, parameters, extra = rest
         if shared > self.allowed.get(function.value, 48 * 1024) or lanes > self.needs[0] or not self.contexts:

@@ -15,6 +15,7 @@ import torch
 from torch import Tensor, fx
 
 from tensorloop._common.closeness import CLOSE
+from tensorloop._torch.cuda_numbers import exact_products
 from tensorloop.compiler.lengths import actual, grows, shape_of
 from tensorloop.compiler.operations import values_of
 from tensorloop.compiler.refused import memory_lacking
@@ -176,14 +177,15 @@ class Proved:
     def _fault(self, call: CoreCall, trial: Trial) -> str:
         """Returns in a few words how the core's results differ from the eager ones; empty if they do not."""
         part = self._oracle.copied(call, min(call.steps, trial.steps))
-        expected = self._oracle.expected(part)
-        try:
-            found = self._oracle.run(self._core, self._oracle.copied(part, part.steps))
-        except torch.OutOfMemoryError:
-            raise
-        except Exception as error:  # a driver's, a compiler's
-            return raised(error)
-        return self._oracle.fault(part, found, expected)
+        with exact_products():  # as kernels compute them: what torch is allowed to round is no fault of theirs
+            expected = self._oracle.expected(part)
+            try:
+                found = self._oracle.run(self._core, self._oracle.copied(part, part.steps))
+            except torch.OutOfMemoryError:
+                raise
+            except Exception as error:  # a driver's, a compiler's
+                return raised(error)
+            return self._oracle.fault(part, found, expected)
 
 
 def warn_of(device: torch.device, way: str, below: str, fault: str) -> None:

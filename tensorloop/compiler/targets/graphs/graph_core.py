@@ -1,13 +1,14 @@
 """A loop whose steps are replayed as CUDA graphs, on whichever stream it is called."""
 
 import threading
-from collections import OrderedDict
+import weakref
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, fx
 
+from tensorloop._torch.cuda_numbers import switches
 from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
@@ -17,24 +18,27 @@ from tensorloop.compiler.targets.graphs.step_in_place import InPlace
 from tensorloop.compiler.targets.proved import Oracle, raised, warn_of
 
 GRAPHS = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
-MOST_STREAMS = 4  # of which a core keeps memory and graphs
+AGAIN = 8  # calls that go by after a failure before graphs are tried again; so many times as many after the next one
 
 
 class Settings(NamedTuple):
     """The settings that recorded graphs depend on: their stream, and what else decides which kernels torch launches."""
 
     stream: int
-    deterministic: bool
-    precision: Any  # of products of float32 ...
-    reduced: Any  # ... and of sums in two bytes
+    switches: tuple[Any, ...]
 
     @classmethod
     def now(cls) -> "Settings":
         """Returns the caller's settings."""
-        matmul = torch.backends.cuda.matmul
-        reduced = matmul.allow_fp16_reduced_precision_reduction, matmul.allow_bf16_reduced_precision_reduction
-        deterministic = torch.are_deterministic_algorithms_enabled()
-        return cls(torch.cuda.current_stream().stream_id, deterministic, matmul.fp32_precision, reduced)
+        return cls(torch.cuda.current_stream().stream_id, switches())
+
+
+class GraphFailure(NamedTuple):
+    """Why a core's graphs have failed, how often they did, and how many calls go by until the next try; None: all."""
+
+    why: str
+    times: int
+    left: int | None
 
 
 class GraphCore:
@@ -47,14 +51,18 @@ class GraphCore:
         self.eager = EagerCore(step)
         self._oracle = Oracle(self.eager, step)
         self._lock = threading.Lock()
-        self._recorded: OrderedDict[Settings, Recorded] = OrderedDict()
-        self._failed = False
+        self._recorded: dict[Settings, Recorded] = {}
+        self._failed: GraphFailure | None = None
         self._room = Room(step) if has_arrays(step) else None
 
     @property
     def way(self) -> str:
         """Says how the steps run."""
-        return self.eager.way if self._failed else GRAPHS
+        if self._failed is None or not self._failed.why:
+            return GRAPHS
+        why, _, left = self._failed
+        again = "" if left is None else f"; they are tried again after {left} more calls"
+        return f"{self.eager.way}, since {GRAPHS} {why}{again}"
 
     def __call__(self, call: CoreCall) -> tuple[list[Tensor], int]:
         """Runs the steps."""
@@ -65,52 +73,69 @@ class GraphCore:
 
         What fails has changed no more than outs, which are written again.
         """
-        if call.steps <= 0 or self._failed or not self._has_room(call):
+        if call.steps <= 0 or self._rests() or not self._has_room(call):
             return self.eager(call)
         with torch.cuda.device(self._device):
             if torch.cuda.is_current_stream_capturing():
                 return self.eager(call)
+            lasts = False
             try:
                 recorded = self._here([] if self._room is None else self._room.slots(call))
                 with recorded.lock, torch.no_grad():
-                    return recorded.run(call, who)
+                    found = recorded.run(call, who)
+                if self._failed is not None and self._failed.why:
+                    self._failed = self._failed._replace(why="")  # what was wrong is over
+                return found
             except StepFailed as failed:  # of the eager core, which had copies in memory
                 if memory_lacking(failed.error) is None:
                     raise
                 fault = raised(failed.error)
             except Differs as difference:
-                fault = str(difference)
+                fault, lasts = str(difference), True
             except Exception as error:
                 fault = raised(error)
-            with self._lock:
-                self._recorded.clear()
+            self._recorded.clear()
             recorded = None  # before what may need its memory
             found = self.eager(call)  # raises what a step raises: then graphs have not failed
-        with self._lock:
-            before, self._failed = self._failed, True
-        if not before:
-            warn_of(self._device, GRAPHS, self.eager.way, fault)
+        self._fail(fault, lasts)
         return found
+
+    def _fail(self, why: str, lasts: bool) -> None:
+        """Leaves calls to the eager core: all that come where graphs compute something else, else a number of them."""
+        with self._lock:
+            before = self._failed
+            times = 1 if before is None else before.times + 1
+            self._failed = GraphFailure(why, times, None if lasts else AGAIN**times)
+        if before is None:
+            warn_of(self._device, GRAPHS, self.eager.way, why)
+
+    def _rests(self) -> bool:
+        """Whether this call is left to the eager core after a failure, which it counts."""
+        failed = self._failed
+        if failed is None or not failed.why or failed.left == 0:
+            return False
+        if failed.left is not None:
+            self._failed = failed._replace(left=failed.left - 1)
+        return True
 
     def _has_room(self, call: CoreCall) -> bool:
         """Whether arrays are as small as graphs have memory for, and all their slots that a step reads are there."""
         return self._room is None or (self._room.fits(call) and self.eager.fits(call.steps, call.lengths))
 
     def _here(self, slots: Sequence[int]) -> Recorded:
-        """Returns the recording for the caller's stream and settings; those that were not used for longest are let go.
+        """Returns the recording for the caller's stream and settings.
 
         Where arrays have outgrown their memory all is recorded anew.
         """
         key = Settings.now()
         with self._lock:
-            found = self._recorded.pop(key, None)
+            found = self._recorded.get(key)
             if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
                 slots = slots if found is None else [*map(max, slots, found.slots)]
                 module = self.eager.module if self._room is None else InPlace(self._step, slots).module
-                found = Recorded(self._step, module, self._oracle, slots)
-            self._recorded[key] = found
-            while len(self._recorded) > MOST_STREAMS:
-                self._recorded.popitem(last=False)
+                drop = _drop_from(weakref.ref(self), key)
+                found = self._recorded[key] = Recorded(self._step, module, self._oracle, slots, drop)
+        found.held.used()
         return found
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
@@ -126,3 +151,12 @@ class GraphCore:
             return self.eager
         who = object()
         return lambda call: self._run(call, who)
+
+
+def _drop_from(core: "weakref.ref[GraphCore]", key: Settings) -> Callable[[], object]:
+    """Returns what takes a recording from its core, which it does not hold."""
+
+    def drop() -> object:
+        return None if (found := core()) is None else found._recorded.pop(key, None)
+
+    return drop

@@ -9,6 +9,8 @@ from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, value_of
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.graph_core import GraphCore
+from tensorloop.compiler.targets.graphs.held import MOST as HELD
+from tensorloop.compiler.targets.graphs.held import workspace
 from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
 from tensorloop.compiler.targets.graphs.slot_room import FEW, MOST, has_arrays
 from tensorloop.compiler.targets.graphs.step_in_place import InPlace, jumping
@@ -51,6 +53,8 @@ class GraphTarget(Target):
             f"a graph for {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} steps at once: a launch, and a copy for "
             f"each dtype, here {max(1, len(kinds))}; it has {len(work)} operations a step",
             "waits for the device once a graph" if step.going is not None else "does not wait for the device",
+            f"{workspace(step.place.device):,} bytes of cuBLAS's for the graphs of each stream, and at most "
+            f"{HELD // 2**20:,} MiB for the recordings of all loops; tl.cuda.clear() gives them back",
             f"{read:,} bytes read and {written:,} written a step beside the carry, at most {held:,} of them held",
         ]
         if has_arrays(step):

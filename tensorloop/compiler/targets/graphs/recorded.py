@@ -5,11 +5,9 @@ carry, a chunk of each out and the sums lie here. One launch brings a chunk in a
 replays it.
 """
 
-import contextlib
-import functools
 import threading
-from collections.abc import Iterator, Sequence
-from typing import Any, NamedTuple
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import torch
 from torch import Tensor, fx
@@ -19,6 +17,8 @@ from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.lengths import grows, shape_of
 from tensorloop.compiler.operations import aten, bytes_of, value_of
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
+from tensorloop.compiler.targets.graphs.capture import recording
+from tensorloop.compiler.targets.graphs.held import Held, Seat, seat_of
 from tensorloop.compiler.targets.graphs.slot_room import Pair, Pairs, brought, in_slots, lengths_at, overwrites, taken
 from tensorloop.compiler.targets.proved import Oracle, unwritten
 
@@ -48,7 +48,15 @@ class Recorded:
     Each graph is held to the `oracle` when it is first replayed: after that it is in `_chunks`.
     """
 
-    def __init__(self, step: Step, module: fx.GraphModule, oracle: Oracle, slots: Sequence[int] = ()) -> None:
+    def __init__(
+        self,
+        step: Step,
+        module: fx.GraphModule,
+        oracle: Oracle,
+        slots: Sequence[int] = (),
+        drop: Callable[[], object] = lambda: None,
+    ) -> None:
+        self.held = Held(drop)
         self.lock, self.slots, self._oracle = threading.Lock(), slots, oracle
         self._step, self._module, self._device = step, module, step.place.device
         self._asks = step.going is not None
@@ -68,8 +76,12 @@ class Recorded:
             self._told = torch.zeros_like(self._done)
             self._begin = torch.ones_like(self._alive), torch.zeros_like(self._done)
         self._chunks: dict[int, Chunk] = {}
-        self._pool = torch.cuda.graph_pool_handle()
+        self._seat: Seat | None = None
         self._loaded: object = None  # whose invariants are in memory
+        self._keeps(*self._invariants, *self._read, *self._carry, *self._sums)
+
+    def _keeps(self, *new: Tensor) -> None:
+        self.held.add(sum(x.nbytes for x in new))
 
     def _new(self, node: fx.Node, *rows: int) -> Tensor:
         shape = *rows, *in_slots(shape_of(node), self.slots)
@@ -129,6 +141,7 @@ class Recorded:
         found = Chunk(size, mine, outs, torch.cuda.CUDAGraph())
         self._prove(found, lengths, done)
         self._chunks[size] = found
+        self._keeps(*mine, *outs)
         return found
 
     def _prove(self, chunk: Chunk, lengths: list[int], done: int) -> None:
@@ -151,17 +164,15 @@ class Recorded:
             raise Differs(fault)
 
     def _record(self, chunk: Chunk) -> None:
-        """Records the chunk's graph on a stream of its own, after what the caller's stream has to do."""
-        before = torch.cuda.current_stream()
-        apart = _stream_beside(before.device_index, before.stream_id)
-        apart.wait_stream(before)
-        try:
-            with torch.cuda.stream(apart):
-                self._warm_up(chunk)
-                with _recording(chunk.graph, self._pool):
-                    self._steps(chunk, chunk.size)
-        finally:
-            before.wait_stream(apart)
+        """Records the chunk's graph, on the stream that graphs of the caller's stream are captured on.
+
+        What runs before is the caller's stream's, so what libraries take for that lies in nobody's graph.
+        """
+        if self._seat is None:
+            self._seat = seat_of(torch.cuda.current_stream())
+        self._warm_up(chunk)
+        with torch.cuda.stream(self._seat.stream), recording(chunk.graph, self._seat.pool):
+            self._steps(chunk, chunk.size)
 
     def _warm_up(self, chunk: Chunk) -> None:
         """Runs first steps for nothing: libraries load their kernels and take memory, which no graph may record.
@@ -225,26 +236,3 @@ def copy(pairs: Pairs) -> None:
             here.append(x)
     for there, here in kinds.values():
         aten._foreach_copy_.default(there, here)
-
-
-@functools.cache
-def _stream_beside(device: int, stream: int) -> torch.cuda.Stream:
-    """The stream on which graphs of another one are recorded.
-
-    Libraries have memory of their own for each stream, and a graph has its address: so two graphs that may be replayed
-    at once are not recorded on one stream.
-    """
-    return torch.cuda.Stream(device)
-
-
-@contextlib.contextmanager
-def _recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
-    """Records what this thread does on the current stream; other threads go on as they like."""
-    graph.capture_begin(pool, capture_error_mode="thread_local")
-    try:
-        yield
-    except BaseException:
-        with contextlib.suppress(Exception):  # that of an operation says more than that of the end
-            graph.capture_end()
-        raise
-    graph.capture_end()

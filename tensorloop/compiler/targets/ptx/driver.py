@@ -31,6 +31,7 @@ SIGNATURES: dict[str, tuple[Any, ...]] = {
     "cuModuleGetFunction": (_P, _P, _P),
     "cuFuncGetAttribute": (_P, _I, _P),
     "cuFuncSetAttribute": (_P, _I, _I),
+    "cuStreamCreate": (_P, _U),
     "cuLaunchKernel": (_P, _U, _U, _U, _U, _U, _U, _U, _P, _P, _P),
 }
 NOT_RUN = (2, 701)  # no memory left, or too much asked of a block: a launch that gave these has done nothing
@@ -110,6 +111,14 @@ class CudaDevice:
         finally:
             self.call("cuCtxPopCurrent_v2", ctypes.byref(ctypes.c_void_p()))
 
+    def new_stream(self) -> int:
+        """Makes a stream that waits for no other one, and that nobody else has; it lasts as long as the process."""
+        stream = ctypes.c_void_p()
+        with self.current():
+            self.call("cuStreamCreate", ctypes.byref(stream), 1)  # CU_STREAM_NON_BLOCKING
+        assert stream.value
+        return stream.value
+
     def _said(self, name: str, code: int) -> str:
         text = ctypes.c_char_p()
         unknown = getattr(self._library, name)(code, ctypes.byref(text))
@@ -135,6 +144,17 @@ def cached_device(index: int, process: int) -> CudaDevice:
     return CudaDevice(index, open_library())
 
 
+_unloaded: list[tuple[CudaDevice, Any]] = []  # modules that nobody needs any more
+
+
+def unload() -> None:
+    """Unloads what nobody needs any more; not for a thread that records."""
+    while _unloaded:
+        device, module = _unloaded.pop()
+        with contextlib.suppress(DriverError), device.current():
+            device.call("cuModuleUnload", module)
+
+
 class LoadedKernel:
     """A function of a module on a device; the module goes with it, but for one that a graph of the user's may hold."""
 
@@ -142,6 +162,7 @@ class LoadedKernel:
         self._device, self._module = device, ctypes.c_void_p()
         self.recorded = False  # whether it was launched while a stream was captured
         self._function = ctypes.c_void_p()
+        unload()
         with device.current():
             self._load(ptx)
             device.call("cuModuleGetFunction", ctypes.byref(self._function), self._module, name.encode())
@@ -183,7 +204,11 @@ class LoadedKernel:
             self._device.call("cuLaunchKernel", self._function, groups, 1, 1, lanes, 1, 1, shared, stream, None, extra)
 
     def __del__(self) -> None:
-        """Unloads the module. A graph that was recorded with it may be replayed at any time, so it stays for that."""
+        """Unloads the module. A graph that was recorded with it may be replayed at any time, so it stays for that.
+
+        While this thread records something the driver unloads nothing: it would end the recording.
+        """
         if self._module.value and not self.recorded and not sys.is_finalizing():
-            with contextlib.suppress(DriverError), self._device.current():
-                self._device.call("cuModuleUnload", self._module)
+            _unloaded.append((self._device, self._module))
+            if not (torch.cuda.is_available() and torch.cuda.is_current_stream_capturing()):
+                unload()
