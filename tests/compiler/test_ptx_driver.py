@@ -4,7 +4,9 @@ import ctypes
 import gc
 
 import pytest
+import torch
 
+import tensorloop as tl
 from tensorloop.compiler.step import Unsupported
 from tensorloop.compiler.targets.cpu.object_cache import Folder
 from tensorloop.compiler.targets.ptx import assemble, driver
@@ -51,15 +53,23 @@ def test_ptx_is_taken_from_the_folder(folder: Folder, ptx: bytes, monkeypatch: p
         assemble.ptx_of(TEXT, "sm_90", folder)
 
 
-def test_a_device_gets_ptx_of_the_last_one_before_it_that_is_known(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_device_gets_ptx_of_the_last_one_before_it_that_is_known() -> None:
     capabilities = [(7, 0), (8, 0), (8, 6), (8, 7), (9, 0), (10, 0), (10, 1), (11, 0), (12, 0), (99, 0)]
     known = ["sm_70", "sm_80", "sm_86", "sm_86", "sm_90", "sm_100", "sm_100", "sm_103", "sm_120", "sm_121"]
     assert [assemble.arch_of(one) for one in capabilities] == known
-    older = type("binding", (), {"llvm_version_info": (19, 1, 0)})
-    monkeypatch.setattr(assemble, "llvm", lambda: older)
-    assert assemble.arch_of((10, 0)) == "sm_90"
     with pytest.raises(Unsupported, match=r"compute capability is 6\.1; 7\.0 is the least"):
         assemble.arch_of((6, 1))
+
+
+def test_an_llvm_whose_text_is_invalid_makes_no_kernel_and_explain_says_so(monkeypatch: pytest.MonkeyPatch) -> None:
+    older = type("binding", (), {"llvm_version_info": (20, 1, 8)})
+    monkeypatch.setattr(assemble, "llvm", lambda: older)
+    why = "llvmlite stands on LLVM 20, whose PTX of barriers is invalid; 22 is the oldest for kernels, in llvmlite 0.48"
+    with pytest.raises(Unsupported, match=why):
+        assemble.arch_of((8, 0))
+    said = str(tl.explain(lambda c, x: (torch.tanh(c + x), None), torch.zeros(2), torch.ones(3, 2), device="cuda"))
+    assert f"no kernel: {why}" in said
+    assert "one launch" not in said
 
 
 @pytest.mark.parametrize("capability", assemble.KNOWN)
@@ -69,6 +79,21 @@ def test_llvm_knows_each_device_of_the_table(capability: tuple[int, int], folder
 
 
 # ---- the driver
+
+
+def test_a_module_stays_while_its_thread_records(ptx: bytes, monkeypatch: pytest.MonkeyPatch) -> None:
+    library, records = PretendedDriver(), [True]
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: records[0])
+    device = CudaDevice(0, library)
+    kernel = LoadedKernel(device, ptx, "run")
+    del kernel
+    assert not library.calls["cuModuleUnload"]
+    records[0] = False
+    kernel = LoadedKernel(device, ptx, "run")
+    assert library.calls["cuModuleUnload"] == 1
+    del kernel
+    assert library.calls["cuModuleUnload"] == 2
 
 
 def test_a_kernel_is_loaded_launched_and_let_go(ptx: bytes) -> None:

@@ -25,7 +25,7 @@ from tests.device.graph_steps import ON, assert_same, call_of, cell
 def workspaces(short: None) -> Iterator[None]:
     """A graph that has lost cuBLAS's memory is not replayed, so its loop would warn, which is an error."""
     with recording.workspaces():
-        torch.ones(2, 2, device=ON) @ torch.ones(2, 2, device=ON)  # as the caller's stream has its own by now
+        torch.mm(*torch.ones(2, 2, 2, device=ON))  # as the caller's stream has its own by now
         yield
 
 
@@ -101,9 +101,9 @@ def test_a_graph_without_a_workspace_of_its_own_is_not_replayed_here() -> None:
     with recording.workspaces():
         side = torch.cuda.Stream()
         with torch.cuda.stream(side):
-            x @ x
+            torch.mm(x, x)
             with torch.cuda.graph(graph, stream=side):
-                x @ x
+                torch.mm(x, x)
         graph.replay()
         torch._C._cuda_clearCublasWorkspaces()  # pyright: ignore
         with pytest.raises(RuntimeError, match="cuBLAS's memory"):
@@ -127,7 +127,7 @@ def test_nobody_else_has_the_stream_that_records(monkeypatch: pytest.MonkeyPatch
         for _ in range(32):  # then they come again
             with torch.cuda.stream(torch.cuda.Stream()):
                 assert not torch.cuda.is_current_stream_capturing()
-                torch.ones(2, device=ON) + 1
+                torch.ones(2, device=ON).add_(1)
 
     monkeypatch.setattr(core.eager.module, "forward", beside)
     assert_same(core, step, given, 3)

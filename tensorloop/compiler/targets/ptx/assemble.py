@@ -9,20 +9,23 @@ from tensorloop.compiler.targets.cpu.host import llvm
 
 TRIPLE = "nvptx64-nvidia-cuda"
 LEVEL = 3
-# Compute capabilities, and the first LLVM that knows each. PTX for one runs on all later ones: a device that is not
-# here gets that of the last before it. The version of PTX is the lowest that LLVM has for it, so that the driver may
-# be as old as the device.
-KNOWN = {
-    **dict.fromkeys([(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0)], 17),
-    **dict.fromkeys([(10, 0), (12, 0)], 20),
-    **dict.fromkeys([(10, 3), (12, 1)], 21),
-}
+# The oldest LLVM whose PTX of our text is valid. That of LLVM 20 (llvmlite 0.45 to 0.47) calls the barrier as if it
+# were a function, and says nothing of the threads of a block; llvmlite 0.48 to 0.50 stand on LLVM 22, none on 21.
+OLDEST_PTX, ITS_LLVMLITE = 22, "0.48"
+# Compute capabilities that it knows. PTX for one runs on all later ones: a device that is not here gets that of the
+# last before it. The version of PTX is the lowest that LLVM has for it, so that the driver may be as old as the device.
+KNOWN = [(7, 0), (7, 5), (8, 0), (8, 6), (8, 9), (9, 0), (10, 0), (10, 3), (12, 0), (12, 1)]
 
 
 def arch_of(capability: tuple[int, int]) -> str:
-    """The name that LLVM has for a device of this compute capability; raises `Unsupported` below the first."""
+    """The name that LLVM has for a device of this compute capability; `Unsupported` below the first, or of old ones."""
     version = llvm().llvm_version_info[0]
-    known = [one for one, since in KNOWN.items() if one <= capability and since <= version]
+    if version < OLDEST_PTX:
+        raise Unsupported(
+            f"llvmlite stands on LLVM {version}, whose PTX of barriers is invalid; {OLDEST_PTX} is the oldest for "
+            f"kernels, in llvmlite {ITS_LLVMLITE}"
+        )
+    known = [one for one in KNOWN if one <= capability]
     if not known:
         here, least = (".".join(map(str, one)) for one in (capability, min(KNOWN)))
         raise Unsupported(f"the device's compute capability is {here}; {least} is the least")
