@@ -10,7 +10,8 @@ row, are compared with those of the module on every row alone. *unchanged*: they
 lines that the page shows. *refused*: a call is not taken. *wrong*: anything else.
 
 A pip of that Python finds all: torchaudio, espnet, speechbrain, transformers, einops, and of packages written with that
-conformer, vit_pytorch, perceiver_pytorch and rotary_embedding_torch, without their dependencies. Where
+conformer, vit_pytorch, perceiver_pytorch and rotary_embedding_torch, without their dependencies; and the twelve of
+zoo_modules/zoo_more.py, likewise, with what an import of each then asks for. Where
 torchaudio's own library does not load beside torch's CPU build, leave its folder `lib` out: no module needs it.
 """
 
@@ -26,6 +27,7 @@ from zoo_modules import (
     zoo_check,
     zoo_einops,
     zoo_espnet,
+    zoo_more,
     zoo_speechbrain,
     zoo_torch,
     zoo_torchaudio,
@@ -39,6 +41,7 @@ LISTS = {
     "espnet": zoo_espnet.MODULES,
     "speechbrain": zoo_speechbrain.MODULES,
     "einops": zoo_einops.MODULES,
+    "more": zoo_more.MODULES,
 }
 PACKAGES = tuple(LISTS)
 WANTED = 24
@@ -169,7 +172,7 @@ SCRIPT = Script(
     summary=summary,
     rounds={"quick": 1, "short": 1, "usual": 1},
     targets=targets,
-    peers=(Peer("zoo", PACKAGES[1:], needs_packages),),
+    peers=(Peer("zoo", (*PACKAGES[1:-1], *zoo_more.PACKAGES), needs_packages),),
     options=options,
     group=lambda cell: cell["kind"],
     settings=lambda args: {"threads": 1},

@@ -75,11 +75,11 @@ def _now(name: str) -> Any:
 
 def workspace_bytes(major: int) -> int:
     """Bytes that torch gives cuBLAS for each of its handles and streams, on a device of this compute capability."""
-    # As ATen/cuda/CublasHandlePool.cpp has it: ":KiB:count" as often as wanted; else 8 MiB and a bit, 32 MiB on Hopper.
+    # As CublasHandlePool.cpp has it: ":KiB:count" as often as wanted; else 8 MiB and a bit, 32 from Hopper on.
     asked = os.environ.get("CUBLAS_WORKSPACE_CONFIG", "").strip(":").split(":")
     if len(asked) > 1 and len(asked) % 2 == 0 and all(x.isdigit() for x in asked):
         return sum(1024 * int(size) * int(count) for size, count in zip(asked[::2], asked[1::2], strict=True))
-    return 32 * 2**20 if major == 9 else 1024 * (2 * 4096 + 8 * 16)
+    return 32 * 2**20 if major >= 9 else 1024 * (2 * 4096 + 8 * 16)
 
 
 def drop_workspaces() -> None:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop._torch import cuda_numbers
-from tensorloop.compiler.targets.graphs import graph_core, held
+from tensorloop.compiler.targets.graphs import graph_core, held, recorded
 from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tensorloop.compiler.targets.graphs.graph_target import GraphTarget
 from tests.device import pretended, recording
@@ -159,14 +159,46 @@ def test_recordings_of_all_loops_are_within_one_bound(monkeypatch: pytest.Monkey
     size = one().bytes  # pyright: ignore
     kept = next(iter(cores[0]._recorded.values()))
     of_chunks = [x for chunk in kept._chunks.values() for x in (*chunk.sequences, *chunk.outs)]
-    assert size == sum(x.nbytes for x in (*kept._invariants, *kept._carry, *kept._sums, *of_chunks))
-    monkeypatch.setattr(held, "MOST", 2 * size)
+    static = sum(x.nbytes for x in (*kept._invariants, *kept._carry, *kept._sums, *of_chunks))
+    assert size == static + recorded.intermediate_bytes(step.graph)
+    beside = held.workspace(ON) * len(held._seats)
+    monkeypatch.setattr(held, "MOST", beside + 2 * size)
+    monkeypatch.setattr(held, "RECENT", 0)
     for core in (cores[1], cores[0], cores[2]):
         assert_same(core, step, given, 9)
     assert [len(core._recorded) for core in cores] == [1, 0, 1]  # the second was not used for longest
     del core, cores, kept, of_chunks
     gc.collect()
     assert not held._held
+
+
+def test_loops_in_turn_do_not_take_each_other_s_room(monkeypatch: pytest.MonkeyPatch, short: None) -> None:
+    tl.cuda.clear()
+    step, given = cell("rnn", 3)
+    cores = [GraphCore(step) for _ in range(3)]
+    assert_same(cores[0], step, given, 3)
+    monkeypatch.setattr(
+        held,
+        "MOST",
+        held._total() + sum(ref().bytes for ref in held._held.values()),  # pyright: ignore
+    )
+    assert_same(cores[1], step, given, 3)
+    with pytest.warns(
+        RuntimeWarning, match="step by step, since CUDA graphs .* bytes too few beside those of other loops"
+    ):
+        assert_same(cores[2], step, given, 3)
+    for _ in range(3):
+        for core in cores:
+            with pretended.counted() as counts:
+                assert_same(core, step, given, 3)
+            assert not counts.recorded
+    assert [len(core._recorded) for core in cores] == [1, 1, 0]
+
+
+def test_nothing_is_given_back_while_a_graph_is_captured() -> None:
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph), pytest.raises(RuntimeError, match=r"cuda\.clear: a CUDA graph is being captured"):
+        tl.cuda.clear()
 
 
 def test_memory_is_given_back_when_asked_for(short: None) -> None:
@@ -191,7 +223,7 @@ def test_what_is_kept_is_said(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "33,554,432 bytes of cuBLAS's" in said  # of a Hopper, as the pretended driver's device is
     assert "at most 1,024 MiB for the recordings of all loops" in said
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":4096:2:16:8")
-    assert cuda_numbers.workspace_bytes(9) == cuda_numbers.workspace_bytes(8) - 0 == 8_519_680
+    assert cuda_numbers.workspace_bytes(9) == cuda_numbers.workspace_bytes(8) == 8_519_680
     monkeypatch.setenv("CUBLAS_WORKSPACE_CONFIG", ":16:8")
     assert cuda_numbers.workspace_bytes(9) == 128 * 1024
 

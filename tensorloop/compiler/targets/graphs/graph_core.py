@@ -12,6 +12,7 @@ from tensorloop._torch.cuda_numbers import switches
 from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.graphs.held import NoRoom
 from tensorloop.compiler.targets.graphs.recorded import SIZES, Differs, Recorded
 from tensorloop.compiler.targets.graphs.slot_room import Room, has_arrays
 from tensorloop.compiler.targets.graphs.step_in_place import InPlace
@@ -90,6 +91,8 @@ class GraphCore:
                 if memory_lacking(failed.error) is None:
                     raise
                 fault = raised(failed.error)
+            except NoRoom as full:
+                fault = str(full)
             except Differs as difference:
                 fault, lasts = str(difference), True
             except Exception as error:

@@ -11,7 +11,7 @@ from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tensorloop.compiler.targets.graphs.held import MOST as HELD
 from tensorloop.compiler.targets.graphs.held import workspace
-from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC
+from tensorloop.compiler.targets.graphs.recorded import CHUNKS, SIZES, STATIC, intermediate_bytes
 from tensorloop.compiler.targets.graphs.slot_room import FEW, MOST, has_arrays
 from tensorloop.compiler.targets.graphs.step_in_place import InPlace, jumping
 from tensorloop.compiler.targets.target import Target
@@ -74,7 +74,9 @@ def check(step: Step) -> None:
     for n in step.graph.nodes:
         if n.op == "call_function" and (why := _why_not(n)):
             raise Unsupported(f"{getattr(n.target, '_opname', n.name)} {why}", n)
-    held = sum(bytes_of(n) for n in (*step.inputs, *step.outs, *step.sums) if not grows(n)) + _intermediate(step.graph)
+    held = sum(bytes_of(n) for n in (*step.inputs, *step.outs, *step.sums) if not grows(n)) + intermediate_bytes(
+        step.graph
+    )
     if held > STATIC:
         raise Unsupported(f"a step reads and writes {held / 2**20:,.0f} MiB, more than is kept for CUDA graphs")
 
@@ -96,9 +98,3 @@ def _why_not(node: fx.Node) -> str:
         masks = any(isinstance(n, fx.Node) and value_of(n).dtype in _MASKS for n in given["indices"])
         return "asks how many of a mask are true" if masks else ""
     return next((why for tag, why in _NOT_RECORDED.items() if tag in target.tags), "")
-
-
-def _intermediate(graph: fx.Graph) -> int:
-    """Bytes of all that a step computes: more than a graph's memory for it, where what is not needed is used again."""
-    made = (n for n in graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n))
-    return sum(bytes_of(n) for n in made if not grows(n))

@@ -7,6 +7,7 @@ anybody else has, or that ran anything before: the workspace then lies in the po
 who drops it gives it back to that pool, from which the graphs of this stream alone are served.
 """
 
+import itertools
 import threading
 import weakref
 from collections import OrderedDict
@@ -14,6 +15,7 @@ from collections.abc import Callable
 
 import torch
 
+from tensorloop._common.errors import Misuse
 from tensorloop._common.kept_memory import GIVE_BACK
 from tensorloop._torch.cuda_numbers import drop_workspaces, workspace_bytes
 from tensorloop._torch.grad_modes import lasting
@@ -23,6 +25,7 @@ from tensorloop.compiler.targets.graphs.capture import recording
 from tensorloop.compiler.targets.ptx.driver import device_of
 
 MOST = 2**30  # bytes that the recordings of all loops keep together
+RECENT = 1000  # calls of loops: what was used within them is not let go for another, which would do the same in turn
 _lock = threading.RLock()  # finalizers come in between
 
 
@@ -56,33 +59,50 @@ def seat_of(stream: torch.cuda.Stream) -> Seat:
         return _seats[key]
 
 
+class NoRoom(Exception):
+    """The recordings of other loops, which are in use, leave no room for one more; says so."""
+
+
 class Held:
     """The bytes that one recording keeps; `drop` takes it from its loop when others need the memory."""
 
     def __init__(self, drop: Callable[[], object]) -> None:
-        self.bytes, self.drop = 0, drop
+        self.bytes, self.drop, self.call = 0, drop, next(_calls)
         with _lock:
             _held[id(self)] = weakref.ref(self)
         weakref.finalize(self, _held.pop, id(self), None).atexit = False
 
     def add(self, more: int) -> None:
-        """It keeps so many bytes more; recordings that were not used for longest go until all are within `MOST`."""
+        """It is to keep so many bytes more; those that were not used for long go, or this one does: `NoRoom`."""
         with _lock:
             if id(self) not in _held:  # it has gone, and whoever runs it is the last to do so
                 return
             _held.move_to_end(id(self))
             self.bytes += more
-            while len(_held) > 1 and sum(x.bytes for ref in _held.values() if (x := ref()) is not None) > MOST:
+            while (total := _total()) > MOST:
+                oldest = next(iter(_held.values()))()
+                if oldest is self or (oldest is not None and self.call - oldest.call < RECENT):
+                    raise NoRoom(
+                        f"find {total - MOST:,} bytes too few beside those of other loops, of {MOST:,} for all"
+                    )
                 _drop_first()
 
     def used(self) -> None:
         """It is the last one to go."""
         with _lock:
             if id(self) in _held:
+                self.call = next(_calls)
                 _held.move_to_end(id(self))
 
 
+_calls = itertools.count()
 _held = OrderedDict[int, "weakref.ref[Held]"]()  # by id; the one that was used last is at the end
+
+
+def _total() -> int:
+    """Bytes that all recordings keep, and cuBLAS for the streams on which they were captured."""
+    kept = sum(held.bytes for ref in _held.values() if (held := ref()) is not None)
+    return kept + sum(workspace(torch.device("cuda", index)) for index, _ in _seats)
 
 
 def _drop_first() -> None:
@@ -101,6 +121,8 @@ def workspace(device: torch.device) -> int:
 
 def clear() -> None:
     """Lets all recordings go, and cuBLAS's memory, which torch gives back for all streams at once."""
+    if torch.cuda.is_available() and torch.cuda.is_current_stream_capturing():
+        raise Misuse("cuda.clear: a CUDA graph is being captured, and may use what would be given back; call it before")
     with _lock:
         while _held:
             _drop_first()

@@ -15,7 +15,7 @@ from torch import Tensor, fx
 from tensorloop._torch.grad_modes import lasting
 from tensorloop._torch.tracing import without_modes
 from tensorloop.compiler.lengths import grows, shape_of
-from tensorloop.compiler.operations import aten, bytes_of, value_of
+from tensorloop.compiler.operations import aten, bytes_of, is_part, shares_memory, value_of
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.graphs.capture import recording
 from tensorloop.compiler.targets.graphs.held import Held, Seat, seat_of
@@ -78,10 +78,8 @@ class Recorded:
         self._chunks: dict[int, Chunk] = {}
         self._seat: Seat | None = None
         self._loaded: object = None  # whose invariants are in memory
-        self._keeps(*self._invariants, *self._read, *self._carry, *self._sums)
-
-    def _keeps(self, *new: Tensor) -> None:
-        self.held.add(sum(x.nbytes for x in new))
+        static = [*self._invariants, *self._read, *self._carry, *self._sums]
+        self.held.add(sum(x.nbytes for x in static) + intermediate_bytes(step.graph))
 
     def _new(self, node: fx.Node, *rows: int) -> Tensor:
         shape = *rows, *in_slots(shape_of(node), self.slots)
@@ -135,13 +133,13 @@ class Recorded:
             copy([*coming, *zip(found.sequences, rows, strict=True)])
             found.graph.replay()
             return found
+        self.held.add(size * self._bytes)
         with lasting(), without_modes():
             mine, outs = ([self._new(n, size) for n in nodes] for nodes in (self._rows, self._step.outs))
         copy([*coming, *zip(mine, rows, strict=True)])
         found = Chunk(size, mine, outs, torch.cuda.CUDAGraph())
         self._prove(found, lengths, done)
         self._chunks[size] = found
-        self._keeps(*mine, *outs)
         return found
 
     def _prove(self, chunk: Chunk, lengths: list[int], done: int) -> None:
@@ -224,6 +222,12 @@ class Recorded:
 
 def _bytes_a_step(step: Step) -> int:
     return sum(bytes_of(n) for n in (*step.sequences, *step.outs) if not grows(n))
+
+
+def intermediate_bytes(graph: fx.Graph) -> int:
+    """Bytes of all that a step computes: more than a graph's memory for it, where what is not needed is used again."""
+    made = (n for n in graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n))
+    return sum(bytes_of(n) for n in made if not grows(n))
 
 
 def copy(pairs: Pairs) -> None:
