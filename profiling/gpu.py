@@ -5,6 +5,7 @@
     python profiling/gpu.py --counts               # any machine with g++, a quarter of an hour: launches and waits
     python profiling/gpu.py --counts --resume      # the rest, where that was stopped
     python profiling/gpu.py --quick --rehearse     # the same: what a device would time, to see that it runs
+    python profiling/gpu.py first-day              # the first half hour on a device: gpu_first_day/command.py
 
 Forward + backward in float32, the device waited for at the end of each run. Losses and gradients come first, in
 float64: where a compiled loop's differ from the eager loop's, nothing is timed. Counts are those of the pretended
@@ -25,6 +26,7 @@ from typing import Any
 import torch
 from compiled_loops import compiled_report, gpu_counts
 from compiled_loops.gpu_workloads import HEADS, leaves, loss_of
+from gpu_first_day import command
 from pages import names
 from plain_loops import loop_peers, workloads
 from running import harness
@@ -224,4 +226,4 @@ SCRIPT = Script(
 )
 
 if __name__ == "__main__":
-    sys.exit(SCRIPT.main())
+    sys.exit(command.main(sys.argv[2:]) if sys.argv[1:2] == ["first-day"] else SCRIPT.main())
