@@ -134,12 +134,12 @@ def workspaces(world: World) -> dict[str, Any]:
         graph = torch.cuda.CUDAGraph()
         with torch.cuda.stream(stream):
             graph.capture_begin()
-            a @ a
+            torch.mm(a, a)
             graph.capture_end()
         return graph
 
     with torch.cuda.stream(stream):
-        a @ a
+        torch.mm(a, a)
     torch.cuda.synchronize()
     graphs = [recorded(), recorded()]
     torch.cuda.synchronize()

@@ -52,9 +52,9 @@ class World:
         path = os.pathsep.join(str(ROOT / name) for name in ("", "cuda", "profiling"))
         told = os.environ | {"PYTHONPATH": path} | environment
         where = self.folder / (log or "program.log")
+        limit = max(1.0, self.left() - 5)
         with where.open("w+", errors="replace") as out:
             try:
-                limit = max(1.0, self.left() - 5)
                 done = subprocess.run(
                     command, stdout=out, stderr=subprocess.STDOUT, timeout=limit, env=told, cwd=ROOT
                 ).returncode
