@@ -130,7 +130,7 @@ def run(stage: str, args: Namespace) -> None:
             kept.failed = f"{ended}: {error}"
         kept.seconds = before + args.seconds - (until - time.monotonic())
         kept.save()
-        if not status or kept.failed or (kept.names and not kept.left) or until - time.monotonic() < 5:
+        if status == 0 or kept.failed or kept.whole or until - time.monotonic() < 5:
             return
 
 
@@ -173,7 +173,7 @@ def ended_by(status: int | None, seconds: float) -> str:
 def write(folder: Path, identity: dict[str, Any]) -> dict[str, Any]:
     """The verdict of what there is, and the page."""
     found = {stage: Kept.of(folder, stage) for stage in STAGES}
-    told = verdict(found)
+    told = verdict(found, identity["rehearsed"])
     (folder / "verdict.json").write_text(json.dumps(told, indent=1) + "\n")
     (folder / "first_day.md").write_text(page(identity, found, told))
     return told

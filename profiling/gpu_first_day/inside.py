@@ -35,8 +35,8 @@ def main() -> int:
     module = importlib.import_module(f"gpu_first_day.{args.stage}")
     why = begin(world)
     items: Items = module.items(world)
-    kept.names = [name for name in items if not world.only or any(word in name for word in world.only)]
-    for name in kept.left:
+    kept.names = list(items)
+    for name in [name for name in kept.left if not world.only or any(word in name for word in world.only)]:
         if why and name not in getattr(module, "ANYWHERE", ()):
             kept.begin(name)
             kept.end({ABSENT: why})

@@ -4,6 +4,7 @@ For cells that leave nothing behind which another one would notice; where the pr
 """
 
 import atexit
+import contextlib
 import json
 import os
 import subprocess
@@ -73,6 +74,13 @@ class Worker:
             self.process.kill()
             return self.process.wait()
 
+    def close(self) -> None:
+        """Ends it, whatever it does."""
+        self.process.kill()
+        with contextlib.suppress(BrokenPipeError):  # what it was to read and will not
+            self.process.communicate()
+        self.errors.close()
+
 
 _workers: dict[Path, Worker] = {}
 
@@ -82,7 +90,7 @@ def ask(script: Path, cell: Cell) -> dict[str, Any]:
     worker = _workers.get(script) or _workers.setdefault(script, Worker(script))
     found = worker.answer(cell)
     if worker.process.poll() is not None:
-        del _workers[script]
+        _workers.pop(script).close()
     return found
 
 
@@ -90,6 +98,4 @@ def ask(script: Path, cell: Cell) -> dict[str, Any]:
 def end_all() -> None:
     """No process stays behind."""
     while _workers:
-        _, worker = _workers.popitem()
-        worker.process.kill()
-        worker.process.wait()
+        _workers.popitem()[1].close()

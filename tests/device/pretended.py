@@ -11,6 +11,7 @@ import ctypes
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -23,6 +24,7 @@ from tests.device import built, fused, recording
 
 HERE = str(Path(__file__).parent)
 DEVICES = 2
+SYNC_MODE = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
 
 Watcher = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
 
@@ -122,6 +124,8 @@ class Watch:
             self.listen()
 
     def set_mode(self, mode: int | str) -> None:
+        """Warns as torch does, which does so once a process."""
+        warnings.warn(SYNC_MODE, UserWarning, stacklevel=2)
         self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)  # pyright: ignore
         self.listen()
 
