@@ -47,12 +47,12 @@ class World:
             found.append((time.perf_counter() - start) * 1e6)
         return statistics.median(found)
 
-    def ran(self, command: list[str], log: str = "", **environment: str) -> tuple[int, str]:
-        """The exit status and output of a program, kept in a file; stopped when the stage's time is up."""
+    def ran(self, command: list[str], log: str = "", share: float = 1.0) -> tuple[int, str]:
+        """The exit status and output of a program, kept in a file; it may take a share of the time that is left."""
         path = os.pathsep.join(str(ROOT / name) for name in ("", "cuda", "profiling"))
-        told = os.environ | {"PYTHONPATH": path} | environment
+        told = os.environ | {"PYTHONPATH": path}
         where = self.folder / (log or "program.log")
-        limit = max(1.0, self.left() - 5)
+        limit = max(1.0, (self.left() - 5) * share)
         with where.open("w+", errors="replace") as out:
             try:
                 done = subprocess.run(

@@ -260,6 +260,7 @@ def test_what_the_sanitizer_runs_launches_kernels() -> None:
 
 # ---- the sanitizer
 
+HAZARDS = "2 hazards displayed (0 errors, 2 warnings)"
 CLEAN = "========= ERROR SUMMARY: 0 errors"
 SAID: dict[str, tuple[str, int, dict[str, str]]] = {
     "clean": (f"ran lstm\nlaunches 3\n{CLEAN}", 0, {"said": f"{CLEAN.strip('= ')}; 1 cases, 3 launches of ours"}),
@@ -267,6 +268,11 @@ SAID: dict[str, tuple[str, int, dict[str, str]]] = {
         "ran lstm\nlaunches 3\n========= ERROR SUMMARY: 2 errors",
         9,
         {"error": "exit status 9, 3 launches of ours: ERROR SUMMARY: 2 errors"},
+    ),
+    "hazards": (
+        f"ran lstm\nlaunches 3\n========= RACECHECK SUMMARY: {HAZARDS}",
+        0,
+        {"error": f"exit status 0, 3 launches of ours: RACECHECK SUMMARY: {HAZARDS}"},
     ),
     "nothing launched": (CLEAN, 0, {"error": f"exit status 0, 0 launches of ours: {CLEAN.strip('= ')}"}),
     "refused": (
@@ -288,9 +294,9 @@ def test_what_the_sanitizer_says_is_read(day: Any, tmp_path: Path, monkeypatch: 
     row = day.sanitize.ran(world, "memcheck", "ours")
     assert expected.items() <= row.items()
     planted = day.sanitize.ran(world, "memcheck", "planted")
-    assert planted.get("error") == (
-        None if case in ("found", "refused") else "memcheck did not report the planted fault"
-    )
+    assert (planted.get("said") == "reported") == (case in ("found", "hazards"))
+    if case in ("clean", "nothing launched"):
+        assert planted["error"] == f"memcheck did not report the planted fault: {CLEAN}"
 
 
 def test_a_missing_sanitizer_is_named(day: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
