@@ -2,7 +2,6 @@
 
 import gc
 import importlib.metadata
-import json
 import os
 import platform
 import shutil
@@ -33,7 +32,7 @@ TAKEN = 2**20  # bytes: a workspace of cuBLAS is more
 def items(world: World) -> Items:
     return {
         "versions": versions,
-        "tools": lambda: {tool: tool_at(tool) or "not there" for tool in TOOLS},
+        "tools": tools,
         "device": lambda: device(world),
         "kernels": kernels,
         "a launch and a node of a graph": lambda: launches(world),
@@ -49,6 +48,11 @@ def tool_at(tool: str) -> str:
     return shutil.which(tool) or shutil.which(tool, path=os.path.join(home, "bin")) or ""
 
 
+def tools() -> dict[str, Any]:
+    found = {tool: tool_at(tool) or "not there" for tool in TOOLS}
+    return found | {"said": ", ".join(tool for tool in TOOLS if found[tool] != "not there") or "none"}
+
+
 def versions() -> dict[str, Any]:
     found: dict[str, Any] = {"python": platform.python_version(), "system": platform.platform()}
     for name in PACKAGES:
@@ -62,7 +66,8 @@ def versions() -> dict[str, Any]:
         found["LLVM"] = ".".join(str(n) for n in llvm.llvm_version_info)
     except Exception as error:  # numba without llvmlite, or one that does not load
         found["LLVM"] = f"not there: {error}"
-    return found | {"CUDA of torch": torch.version.cuda or "none", "said": json.dumps(found)}
+    found["CUDA of torch"] = torch.version.cuda or "none"
+    return found | {"said": ", ".join(f"{name} {version}" for name, version in found.items())}
 
 
 def device(world: World) -> dict[str, Any]:
