@@ -1,10 +1,11 @@
 """Loops on a GPU: compiled and eager ones beside torch's modules, torch.compile and lax.scan; counts without a GPU.
 
-    python profiling/gpu.py                        # a machine with a CUDA device, about ten minutes
+    python profiling/gpu.py                        # a machine with a CUDA device: all of it in one process
     python profiling/gpu.py --jax-python PYTHON    # a Python whose JAX has the device, too
     python profiling/gpu.py --counts               # any machine with g++, a quarter of an hour: launches and waits
     python profiling/gpu.py --counts --resume      # the rest, where that was stopped
     python profiling/gpu.py --quick --rehearse     # the same: what a device would time, to see that it runs
+    python profiling/gpu.py first-day              # the first half hour on a device: gpu_first_day/command.py
 
 Forward + backward in float32, the device waited for at the end of each run. Losses and gradients come first, in
 float64: where a compiled loop's differ from the eager loop's, nothing is timed. Counts are those of the pretended
@@ -25,12 +26,14 @@ from typing import Any
 import torch
 from compiled_loops import compiled_report, gpu_counts
 from compiled_loops.gpu_workloads import HEADS, leaves, loss_of
+from gpu_first_day import command
 from pages import names
 from plain_loops import loop_peers, workloads
 from running import harness
 from running.script import Peer, Result, Script
 
 from tensorloop.loop.compiled import front
+from tensorloop.loop.compiled.run.plan import plans
 
 TITLES = {
     **{name: compiled_report.TITLES[name] for name in ("W1", "W2s", "W2", "W3", "W4", "RNNs", "RNN", "rk4", "ln_rnn")},
@@ -38,6 +41,7 @@ TITLES = {
     **{f"heads{size}": f"LSTM of {768 // size} heads of {size}, B=16" for size in HEADS},
 }
 STEPS = {"W1": 10000, "W2s": 1024, "RNNs": 1024, "W3": 1024, "W4": 1000, **{f"heads{size}": 1024 for size in HEADS}}
+COUNTED = "counts "  # begins the groups of what is counted, which may be of a machine without a GPU
 CHECKED = 24
 AGREE = 1e-9
 WAYS = {
@@ -107,6 +111,7 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     if why := gpu_counts.pretend() if cell.get("pretended") else "" if torch.cuda.is_available() else "no CUDA device":
         return {"absent": why}
     torch.set_default_device("cuda")
+    plans.clear()  # cells follow one another in a process
     warnings.simplefilter("ignore", front.NotCompiledWarning)  # the time of such a loop says so in its results
     os.environ["TENSORLOOP_PTX"] = "1" if cell["variant"] == "kernels" else "0"
     return check_cell(cell) if cell["kind"] == "check" else time_cell(cell)
@@ -164,9 +169,10 @@ def section(result: Result, picture: str) -> str:
 
 def times(result: Result) -> list[str]:
     rows = []
-    for w in dict.fromkeys(entry["cell"]["workload"] for entry in result["entries"]):
+    # What has been counted stands in the same results.
+    steps_of = {e["cell"]["workload"]: e["cell"]["T"] for e in result["entries"] if e["cell"]["kind"] == "time"}
+    for w, steps in steps_of.items():
         found = [harness.milliseconds(result, "total_s", kind="time", workload=w, variant=way) for way in WAYS]
-        steps = next(e["cell"]["T"] for e in result["entries"] if e["cell"]["workload"] == w)
         rows.append([f"{TITLES[w]}, T={steps:,}", *("-" if x is None else harness.digits(x) for x in found)])
     text = "Milliseconds of forward + backward on the device, float32, medians of 10 runs. "
     return [text + "Columns of other libraries have their own kernels.", harness.table(["", *WAYS.values()], rows)]
@@ -219,9 +225,11 @@ SCRIPT = Script(
     checks=checks,
     peers=[JAX],
     options=options,
-    group=lambda cell: cell["workload"],
-    titles=TITLES,
+    group=lambda cell: f"{COUNTED}{cell['workload']}" if cell["kind"] == "counts" else cell["workload"],
+    beside=lambda group, cells: group.startswith(COUNTED) != (cells[0]["kind"] == "counts"),
+    together=lambda cell: cell["kind"] != "counts",
+    titles=TITLES | {f"{COUNTED}{name}": f"{title}, counted" for name, title in TITLES.items()},
 )
 
 if __name__ == "__main__":
-    sys.exit(SCRIPT.main())
+    sys.exit(command.main(sys.argv[2:]) if sys.argv[1:2] == ["first-day"] else SCRIPT.main())

@@ -331,6 +331,7 @@ def test_a_cuda_graph_of_static_rows_is_replayed_with_other_lens() -> None:
         torch.testing.assert_close([x.cpu() for x in found], list(expected), rtol=1e-3, atol=1e-4)
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 def test_static_rows_never_wait_for_the_device() -> None:
     values, lens = torch.randn(12, 4, device=DEVICE, requires_grad=True), torch.tensor([3, 2, 4], device=DEVICE)
     weight = torch.randn(4, 4, device=DEVICE, requires_grad=True)

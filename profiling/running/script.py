@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from pages import captions
-from running import harness
+from running import harness, worker
 from running.harness import Cell, Entry
 from running.partial import CannotResume, Partial
 
@@ -218,6 +218,10 @@ class Script:
     """What else the results are to tell."""
     prepare: Callable[[], object] = lambda: None
     """Comes before a cell, in its process."""
+    together: Callable[[Cell], bool] = lambda cell: False
+    """Whether a cell runs in one process with others, each after the other."""
+    beside: Callable[[str, Sequence[Cell]], bool] = lambda group, cells: False
+    """Whether a group may stay that another machine has made, beside what a run of these cells finds."""
 
     @property
     def name(self) -> str:
@@ -229,7 +233,8 @@ class Script:
         args = self.arguments(given)
         if args.cell:
             self.prepare()
-            harness.answer(self.run_cell, args.cell)
+            for cell in sys.stdin if args.cell == worker.MANY else [args.cell]:
+                harness.answer(self.run_cell, cell)
             return 0
         try:
             return self.run(args, given)
@@ -319,7 +324,8 @@ class Script:
 
     def refuse_to_mix(self, old: Result, about: dict[str, Any], cells: Sequence[Cell], out: Path) -> None:
         """Raises OtherRun where rows would stay that another machine or another version has made."""
-        if found := captions.strangers(old, about, cells, self.group):
+        strangers = captions.strangers(old, about, cells, self.group)
+        if found := {name: why for name, why in strangers.items() if not self.beside(name, cells)}:
             rows = ", ".join(self.titles.get(name, name) for name in found)
             differs = "; ".join(sorted({text for texts in found.values() for text in texts}))
             raise OtherRun(
@@ -351,7 +357,9 @@ class Script:
     def process(self, script: Path, cell: Cell) -> Answer:
         """A cell in the Python that it needs."""
         peer = self.peer_of(cell)
-        return peer.answer(script, cell) if peer else harness.spawn(script, cell)
+        if peer:
+            return peer.answer(script, cell)
+        return worker.ask(script, cell) if self.together(cell) else harness.spawn(script, cell)
 
     def command(self, given: Sequence[str]) -> str:
         """With peers found by the environment too, without paths of one machine, and as if it had never stopped."""

@@ -56,6 +56,8 @@ def build(path: Path) -> None:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if path.exists():
             return
+        for left in path.parent.glob(f"{path.stem}.[0-9]*"):  # by builds that were killed: the lock went with them
+            left.unlink()
         made = path.with_suffix(f".{os.getpid()}")
         sources = [str(source) for source in SOURCES if source.suffix == ".cpp"]
         where = [f"-isystem{root}/include", f"-L{root}/lib", f"-Wl,-rpath,{root}/lib", "-ltorch_cpu", "-lc10"]

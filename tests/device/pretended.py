@@ -12,6 +12,7 @@ import itertools
 import sys
 import threading
 import time
+import warnings
 from collections import Counter
 from collections.abc import Iterator
 from dataclasses import dataclass, field
@@ -28,6 +29,7 @@ DRIVER = PretendedDriver()
 _pooled = itertools.count()
 HERE = str(Path(__file__).parent)
 DEVICES = 2
+SYNC_MODE = "Synchronization debug mode is a prototype feature and does not yet detect all synchronizing operations"
 
 Watcher = ctypes.CFUNCTYPE(ctypes.c_int, ctypes.c_char_p, ctypes.c_char_p)
 
@@ -129,6 +131,8 @@ class Watch:
             self.listen()
 
     def set_mode(self, mode: int | str) -> None:
+        """Warns as torch does, which does so once a process."""
+        warnings.warn(SYNC_MODE, UserWarning, stacklevel=2)
         self.mode = {"default": 0, "warn": 1, "error": 2}.get(str(mode), mode)  # pyright: ignore
         self.listen()
 

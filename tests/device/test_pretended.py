@@ -1,5 +1,10 @@
 """The pretended device is one: where tensors are, what is refused, which generator draws, what is counted."""
 
+import os
+import signal
+import subprocess
+import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -88,6 +93,7 @@ SYNCS: dict[str, tuple[Callable[[Tensor], Any], list[str]]] = {
 }
 
 
+@pytest.mark.filterwarnings("ignore:Synchronization debug mode is a prototype feature:UserWarning")
 @pytest.mark.parametrize("name", SYNCS)
 def test_what_waits_is_reported_and_what_does_not_is_not(name: str) -> None:
     run, kinds = SYNCS[name]
@@ -229,3 +235,33 @@ def test_a_test_is_excluded_by_its_name_and_case() -> None:
 def test_the_native_code_is_short() -> None:
     lines = [line.strip() for path in built.SOURCES for line in path.read_text().splitlines()]
     assert sum(bool(line) and not line.startswith("//") for line in lines) <= 400
+
+
+SLOW_COMPILER = """#!/bin/sh
+while [ "$1" != -o ]; do shift; done
+echo half > "$2"
+echo $$ > "{folder}/compiles"
+[ -e "{folder}/slow" ] && exec sleep 600
+exit 0
+"""
+
+
+def test_a_build_that_was_killed_keeps_nobody_waiting(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    compiler, path = tmp_path / "g++", tmp_path / "device-0.so"
+    compiler.write_text(SLOW_COMPILER.format(folder=tmp_path))
+    compiler.chmod(0o755)
+    monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
+    (tmp_path / "slow").touch()
+    program = "import sys; from pathlib import Path; from tests.device import built; built.build(Path(sys.argv[1]))"
+    command = [sys.executable, "-c", program, str(path)]
+    with subprocess.Popen(command, cwd=Path(__file__).parents[2]) as first:
+        while not (tmp_path / "compiles").exists():
+            assert first.poll() is None
+            time.sleep(0.05)
+        first.kill()
+    os.kill(int((tmp_path / "compiles").read_text()), signal.SIGKILL)
+    assert len(list(tmp_path.glob("device-0.[0-9]*"))) == 1
+    (tmp_path / "slow").unlink()
+    subprocess.run(command, cwd=Path(__file__).parents[2], check=True, timeout=60)
+    assert path.read_text() == "half\n"
+    assert list(tmp_path.glob("device-0.[0-9]*")) == []
