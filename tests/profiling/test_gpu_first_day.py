@@ -206,6 +206,7 @@ def test_without_a_device_every_item_says_so(day: Any, tmp_path: Path) -> None:
     assert "torch sees no CUDA device" in (tmp_path / "first_day.md").read_text()
 
 
+@pytest.mark.extended
 @needs_device
 def test_a_stage_is_rehearsed(day: Any, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """In the folder that is named, which then refuses another run's results."""
