@@ -365,3 +365,51 @@ def test_what_the_first_step_makes_is_gone_where_the_others_are_refused(kind: st
         with pytest.raises(RuntimeError, match=r"the body .*<body>:[23]"):
             loops[loop](checkpoints=2, compile=True)
     assert found["s"] == before
+
+
+class Lazy:
+    """An object whose cached property is filled by being read."""
+
+    @functools.cached_property
+    def p(self) -> int:
+        return 1
+
+
+FILLED: dict[str, Callable[[Lazy], Any]] = {
+    "in": lambda o: "p" in vars(o),
+    "len": lambda o: len(o.__dict__),
+    "get": lambda o: o.__dict__.get("p", 0),
+}
+
+
+@pytest.mark.eager_only("the kind of loop is given", run=False)
+@pytest.mark.filterwarnings("ignore:scan. not compiled", "ignore:while_loop. not compiled")
+@pytest.mark.parametrize("asks", FILLED)
+@pytest.mark.parametrize("how", [{"compile": True}, {"compile": True, "checkpoints": 2}], ids=["compiled", "both"])
+def test_a_look_does_not_fill_a_cached_property(asks: str, how: dict[str, Any]) -> None:
+    def run(**options: Any) -> tuple[float, float]:
+        scanned, looped = Lazy(), Lazy()
+
+        def step(o: Lazy, c: Tensor) -> Tensor:
+            filled = float(FILLED[asks](o))
+            return c * 0.5 + filled * o.p
+
+        zero = torch.zeros(())
+        carry, _ = tl.scan(lambda c, x: (step(scanned, c) + x, None), zero, torch.ones(5), **options)
+        last = tl.while_loop(lambda c: c < 1.9, lambda c: step(looped, c), zero, max_steps=5, **options)
+        return carry.item(), last.item()
+
+    expected = run()
+    for _ in range(12):  # also where it is not noted any more what a step reads
+        assert run(**how) == expected
+
+
+def test_steps_that_find_a_cached_property_otherwise_in_backward_are_refused() -> None:
+    o, init = Lazy(), torch.ones((), requires_grad=True)
+
+    def body(c: Tensor, x: Tensor) -> Any:
+        weight = 2.0 if "p" in vars(o) else 0.5
+        return c * weight * o.p + x, None
+
+    with pytest.raises(RuntimeError, match=r"the body fills p|did not repeat itself"):
+        tl.scan(body, init, torch.ones(5), checkpoints=2)[0].backward()

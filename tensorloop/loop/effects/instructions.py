@@ -110,7 +110,9 @@ def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | No
     found: tuple[str, int] | None = _ALWAYS.get(name)
     if name == "BUILD_LIST" and is_compiled(code):  # torch.compile runs the collector, which then knows no ages
         found = "makes", 0
-    if found is None and (reads or (name in _ATTRIBUTE and i.argval in ("__dict__", "__class__"))):
+    # A cached property is filled by being read, as a rule not where a method is called, which is most of what is read.
+    is_value = name == "LOAD_ATTR" and not (sys.version_info >= (3, 12) and arg & 1)
+    if found is None and (reads or is_value or (name in _ATTRIBUTE and i.argval in ("__dict__", "__class__"))):
         found = _READS.get(name) or (("uses", 1) if name.startswith(_ASKS_TRUTH) else None)
     if name.endswith("DEREF"):
         found, argument = found if i.argval in code.co_freevars else None, (i.arg, i.argval)

@@ -311,13 +311,18 @@ class Stores:
     def attribute_read(self, frame: _Frame, owner: Any, name: str) -> None:
         """Judges that an attribute is read, which may be the object's or its class's."""
         self._noting(*home(owner, name)).attribute(owner, name)
+        kind, held = type(owner), known.dict_of(owner)
+        missing = type(held) is dict and name not in held
+        fills = missing and type(known.of_type(kind, name)) is functools.cached_property
+        if fills and isinstance(self.notes, Asked):
+            self.notes.fills_if_missing(held, name)
+        elif fills and not self.is_new(owner):
+            what = f"fills {name}, a cached property of a {kind.__name__} from outside"
+            self.stores(frame, *home(owner, name), GONE, 1, what)
         if self.notes is None:
             return
-        kind, held = type(owner), known.dict_of(owner)
         if isinstance(owner, Tensor) and name not in held and name != "requires_grad":
             return
-        if isinstance(self.notes, Asked) and type(known.of_type(kind, name)) is functools.cached_property:
-            self.notes.fills_if_missing(held, name)
         what = f"the attribute {name}"
         if type(held) is dict and name in held and known.only_writes(kind.__module__) and not self.is_new(owner):
             if not _same(self.notes.keep_all(held).get(name), held[name]):

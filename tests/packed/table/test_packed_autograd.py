@@ -12,6 +12,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop.packed import Dim, PackedTensor
+from tensorloop.packed.table import autograd
 
 D = torch.float64
 LENS = [3, 0, 4, 1]
@@ -250,3 +251,12 @@ def test_a_recurrent_layer_says_that_it_runs_row_by_row():
     layer = nn.GRU(3, 4, batch_first=True)
     with pytest.warns(tl.packed.PackedFallbackWarning, match="gru: under torch.func each packed row is a call of its"):
         torch.func.grad(lambda x: layer(PackedTensor(x, LENS))[0].values.sum())(torch.ones(8, 3))
+
+
+def test_a_list_that_holds_itself_is_looked_through_to_some_depth() -> None:
+    x = PackedTensor(torch.ones(3), [2, 1])
+    held: list[object] = [x]
+    held.append(held)
+    found = autograd._find_packed(held)
+    assert len(found) == autograd._DEPTH
+    assert all(one is x for one in found)
