@@ -67,9 +67,9 @@ def checks_of(code: CodeType, reads: bool) -> dict[int, InstructionCheck]:
             keywords = i.argval if isinstance(i.argval, tuple) else code.co_consts[i.arg or 0]
         if i.opname in _SKIPPED:
             continue
-        end = _counts(steps_of(code), k) if reads else None
-        counted.add(-1 if end is None else end)
-        method, n, argument = _check_of(code, i, reads and end is None)
+        end = _counts(steps_of(code), k)
+        counted.add(-1 if end is None or not reads else end)
+        method, n, argument = _check_of(code, i, reads and end is None, end is not None)
         if i.opname == "CALL":
             argument, keywords = keywords, ()
         if method is not None or follows:
@@ -95,7 +95,7 @@ def _is_in_place(i: dis.Instruction) -> bool:
     return i.opname == "BINARY_OP" and _IN_PLACE_FROM <= (i.arg or 0) < _SUBSCRIPT
 
 
-def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | None, int, Any]:
+def _check_of(code: CodeType, i: dis.Instruction, reads: bool, counts: bool) -> tuple[str | None, int, Any]:
     name, arg = i.opname, i.arg or 0
     if name in _CALLS:
         if name == "CALL_FUNCTION_EX":
@@ -111,7 +111,7 @@ def _check_of(code: CodeType, i: dis.Instruction, reads: bool) -> tuple[str | No
     if name == "BUILD_LIST" and is_compiled(code):  # torch.compile runs the collector, which then knows no ages
         found = "makes", 0
     # A cached property is filled by being read, as a rule not where a method is called, which is most of what is read.
-    is_value = name == "LOAD_ATTR" and not (sys.version_info >= (3, 12) and arg & 1)
+    is_value = name == "LOAD_ATTR" and not counts and not (sys.version_info >= (3, 12) and arg & 1)
     if found is None and (reads or is_value or (name in _ATTRIBUTE and i.argval in ("__dict__", "__class__"))):
         found = _READS.get(name) or (("uses", 1) if name.startswith(_ASKS_TRUTH) else None)
     if name.endswith("DEREF"):
