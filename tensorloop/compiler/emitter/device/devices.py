@@ -59,6 +59,10 @@ class Device(Protocol):
         """The value of the lane whose number differs in one bit, `distance`; all lanes of a warp come here together."""
         ...
 
+    def reciprocal(self, code: Code, value: Value) -> Value:
+        """1 / value, which is a normal number or NaN: of a float to a unit in the last place, of a double 20 bits."""
+        ...
+
     def own_scratch(self, lanes: int) -> int:
         """Returns the bytes of scratch memory that the device's own text needs."""
         ...
@@ -141,6 +145,12 @@ class Nvptx:
             return code.op(f"bitcast i{bits} {whole} to {value.type}", value.kind)
         return Value(whole, value.kind)
 
+    def reciprocal(self, code: Code, value: Value) -> Value:
+        """Takes the device's own approximation."""
+        name = f"llvm.nvvm.rcp.approx.ftz.{value.type[0]}"
+        code.declare(name, value.type, [value.type])
+        return code.op(f"call {value.type} @{name}({value.type} {value.text})", value.kind)
+
     def own_scratch(self, lanes: int) -> int:
         """Returns 0: values go from register to register."""
         return 0
@@ -210,6 +220,14 @@ class Coroutines:
         made = code.op(f"load {value.type}, ptr {code.pointer('%slots', code.times(other, 8))}, align 8", value.kind)
         self.wait(code)
         return made
+
+    def reciprocal(self, code: Code, value: Value) -> Value:
+        """Divides, and forgets what an approximation does not say: the last bit, of a double 32."""
+        kind, lost = ("i32", 1) if value.kind == "float" else ("i64", 32)
+        one = code.constant(value.kind, 1)
+        bits = code.op(f"bitcast {value.type} {code.binary('fdiv', one, value).text} to {kind}", kind).text
+        bits = code.op(f"and {kind} {bits}, {-(1 << lost)}", kind).text
+        return code.op(f"bitcast {kind} {bits} to {value.type}", value.kind)
 
     def own_scratch(self, lanes: int) -> int:
         """Returns eight bytes for each lane, through which values are shuffled."""

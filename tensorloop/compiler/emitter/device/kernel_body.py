@@ -39,7 +39,7 @@ class LaneMemory(Memory):
 
     def __init__(self, code: Code, target: Device, pointers: dict[Region, str], error: str) -> None:
         super().__init__(code, target.machine, pointers, error)
-        self.math = DeviceMath(code)
+        self.math = DeviceMath(code, target)
 
 
 class KernelBody:
