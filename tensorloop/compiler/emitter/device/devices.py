@@ -63,6 +63,10 @@ class Device(Protocol):
         """1 / value, which is a normal number or NaN: of a float to a unit in the last place, of a double 20 bits."""
         ...
 
+    def fetch(self, code: Code, address: str) -> None:
+        """Asks for the line of the device's memory around an address, which is read soon."""
+        ...
+
     def own_scratch(self, lanes: int) -> int:
         """Returns the bytes of scratch memory that the device's own text needs."""
         ...
@@ -151,6 +155,11 @@ class Nvptx:
         code.declare(name, value.type, [value.type])
         return code.op(f"call {value.type} @{name}({value.type} {value.text})", value.kind)
 
+    def fetch(self, code: Code, address: str) -> None:
+        """Into the multiprocessor's first cache. LLVM's own function for it ends the process below sm_90."""
+        there = code.op(f"addrspacecast ptr {address} to ptr addrspace(1)", "ptr").text
+        code.line(f'call void asm sideeffect "prefetch.global.L1 [$0];", "l"(ptr addrspace(1) {there})')
+
     def own_scratch(self, lanes: int) -> int:
         """Returns 0: values go from register to register."""
         return 0
@@ -228,6 +237,10 @@ class Coroutines:
         bits = code.op(f"bitcast {value.type} {code.binary('fdiv', one, value).text} to {kind}", kind).text
         bits = code.op(f"and {kind} {bits}, {-(1 << lost)}", kind).text
         return code.op(f"bitcast {kind} {bits} to {value.type}", value.kind)
+
+    def fetch(self, code: Code, address: str) -> None:
+        """Reads a byte, so that an address outside of what is there is found."""
+        code.op(f"load volatile i8, ptr {address}, align 1", "i8")
 
     def own_scratch(self, lanes: int) -> int:
         """Returns eight bytes for each lane, through which values are shuffled."""
