@@ -1,4 +1,4 @@
-"""What NVIDIA's assembler makes of a loop's step, as a device runs it: its longest chain, and loads of the device's memory.
+"""What NVIDIA's assembler makes of a step: its longest chain, and loads of the device's memory.
 
     python -m tests.support.sass      # an LSTM, forward and backward, for three architectures: a table
 

@@ -239,8 +239,8 @@ class Coroutines:
         return code.op(f"bitcast {kind} {bits} to {value.type}", value.kind)
 
     def fetch(self, code: Code, address: str) -> None:
-        """Reads a byte, so that an address outside of what is there is found."""
-        code.op(f"load volatile i8, ptr {address}, align 1", "i8")
+        """Reads a byte, so that guarded text finds an address outside of what is there."""
+        code.op(f"load i8, ptr {address}, align 1", "i8")
 
     def own_scratch(self, lanes: int) -> int:
         """Returns eight bytes for each lane, through which values are shuffled."""
