@@ -2,7 +2,8 @@
 
 import itertools
 
-from tensorloop.compiler.emitter.ir.code import Value
+from tensorloop.compiler.emitter.device.devices import Device
+from tensorloop.compiler.emitter.ir.code import Code, Value
 from tensorloop.compiler.emitter.ir.vector_math import FAR, Math
 
 # 64 zeros, then the bits of 2 / pi behind the point: as many as the largest double needs.
@@ -17,6 +18,26 @@ TWO_OVER_PI = (
 
 class DeviceMath(Math):
     """Writes exp, sine, remainder and their like for single values of a device, which has no C library."""
+
+    def __init__(self, code: Code, device: Device) -> None:
+        super().__init__(code)
+        self.device = device
+
+    def inverse(self, b: Value) -> Value:
+        """Returns 1 / b by Newton's method, without the branch of a division that takes any number.
+
+        Behind a branch nothing else of the lane goes on, so that four gates of a cell would be one after the other.
+        """
+        r, one = self.device.reciprocal(self.code, b), self.like(b, 1)
+        for _ in range(1 if b.kind == "float" else 2):  # each doubles the right bits: 23 of a float, of a double 20
+            r = self.fma(r, self.fma(self.neg(b), r, one), r)
+        return r
+
+    def ratio(self, a: Value, b: Value) -> Value:
+        """Returns a / b as a times 1 / b, what that misses of a put right."""
+        r = self.inverse(b)
+        q = self.mul(a, r)
+        return self.fma(self.fma(self.neg(b), q, a), r, q)
 
     def quarter(self, x: Value) -> tuple[Value, Value]:
         """(r, n): x = n pi / 2 + r, however large x is; NaN of an infinity."""

@@ -59,6 +59,14 @@ class Device(Protocol):
         """The value of the lane whose number differs in one bit, `distance`; all lanes of a warp come here together."""
         ...
 
+    def reciprocal(self, code: Code, value: Value) -> Value:
+        """1 / value, which is a normal number or NaN: of a float to a unit in the last place, of a double 20 bits."""
+        ...
+
+    def fetch(self, code: Code, address: str) -> None:
+        """Asks for the line of the device's memory around an address, which is read soon."""
+        ...
+
     def own_scratch(self, lanes: int) -> int:
         """Returns the bytes of scratch memory that the device's own text needs."""
         ...
@@ -141,6 +149,17 @@ class Nvptx:
             return code.op(f"bitcast i{bits} {whole} to {value.type}", value.kind)
         return Value(whole, value.kind)
 
+    def reciprocal(self, code: Code, value: Value) -> Value:
+        """Takes the device's own approximation."""
+        name = f"llvm.nvvm.rcp.approx.ftz.{value.type[0]}"
+        code.declare(name, value.type, [value.type])
+        return code.op(f"call {value.type} @{name}({value.type} {value.text})", value.kind)
+
+    def fetch(self, code: Code, address: str) -> None:
+        """Into the multiprocessor's first cache. LLVM's own function for it ends the process below sm_90."""
+        there = code.op(f"addrspacecast ptr {address} to ptr addrspace(1)", "ptr").text
+        code.line(f'call void asm sideeffect "prefetch.global.L1 [$0];", "l"(ptr addrspace(1) {there})')
+
     def own_scratch(self, lanes: int) -> int:
         """Returns 0: values go from register to register."""
         return 0
@@ -210,6 +229,18 @@ class Coroutines:
         made = code.op(f"load {value.type}, ptr {code.pointer('%slots', code.times(other, 8))}, align 8", value.kind)
         self.wait(code)
         return made
+
+    def reciprocal(self, code: Code, value: Value) -> Value:
+        """Divides, and forgets what an approximation does not say: the last bit, of a double 32."""
+        kind, lost = ("i32", 1) if value.kind == "float" else ("i64", 32)
+        one = code.constant(value.kind, 1)
+        bits = code.op(f"bitcast {value.type} {code.binary('fdiv', one, value).text} to {kind}", kind).text
+        bits = code.op(f"and {kind} {bits}, {-(1 << lost)}", kind).text
+        return code.op(f"bitcast {kind} {bits} to {value.type}", value.kind)
+
+    def fetch(self, code: Code, address: str) -> None:
+        """Reads a byte, so that guarded text finds an address outside of what is there."""
+        code.op(f"load i8, ptr {address}, align 1", "i8")
 
     def own_scratch(self, lanes: int) -> int:
         """Returns eight bytes for each lane, through which values are shuffled."""

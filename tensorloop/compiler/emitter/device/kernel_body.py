@@ -22,6 +22,7 @@ from tensorloop.compiler.emitter.write.matrices import Matrices
 from tensorloop.compiler.emitter.write.step_loop import StepLoop, roles
 from tensorloop.compiler.emitter.write.units import copying
 
+LINE_BYTES = 128  # of a device's first cache
 GROWN = "%grown"  # where scratch begins that is as long as arrays
 
 
@@ -39,7 +40,7 @@ class LaneMemory(Memory):
 
     def __init__(self, code: Code, target: Device, pointers: dict[Region, str], error: str) -> None:
         super().__init__(code, target.machine, pointers, error)
-        self.math = DeviceMath(code)
+        self.math = DeviceMath(code, target)
 
 
 class KernelBody:
@@ -70,6 +71,7 @@ class KernelBody:
         loop = StepLoop(code, step, self.given, begin, pairs)
         pointers = Pointers(loop.names)
         pointers.update(places)
+        self._fetch_ahead(loop)
         memory = LaneMemory(code, self.device, pointers, code.pointer("%status", 8))
         for n in range(len(self.plan.units)):
             if waits.before[n]:
@@ -154,6 +156,26 @@ class KernelBody:
     def _range(self, dim: int | None) -> RowRange | None:
         return None if self.rows is None or dim is None else RowRange(str(self.low), str(self.high), dim)
 
+    def _fetch_ahead(self, loop: StepLoop) -> None:
+        """Asks for what the next step reads of its inputs, while this one computes: a line for each lane."""
+        code, step, lanes = self.code, self.step, self.plan.lanes
+        more = code.op(f"icmp slt i64 {code.op('add nsw i64 %turn, 1', 'i64').text}, %steps", "i1").text
+        for n, array in enumerate(step.sequences):
+            size = array.buffer.bytes
+            if array.buffer.kind != "sequence" or not isinstance(size, int):
+                continue
+            own = self.rows is not None and self.plan.has_rows(array.buffer)
+            begin, end = 0, size
+            if own and self.rows is not None:
+                begin, end = (code.times(at, size // self.rows.count) for at in (self.low, self.high))
+            if not 0 < size // (self.rows.groups if own and self.rows is not None else 1) < lanes * LINE_BYTES:
+                continue
+            # Behind the last step this one's input is asked for again: there is no other.
+            ahead = code.op(f"select i1 {more}, i64 {-size if step.source.reverse else size}, i64 0", "i64").text
+            at = code.add(begin, code.times("%lane", LINE_BYTES))
+            with code.when(code.op(f"icmp slt i64 {at}, {end}", "i1")):
+                self.device.fetch(code, code.pointer(code.pointer(loop.names["sequence", n], ahead), at))
+
     def _unit(self, memory: Memory, n: int) -> None:
         """One unit, as its lanes share it."""
         plan = self.plan
@@ -175,7 +197,7 @@ class KernelBody:
             LaneWalk(memory, unit, self.plan.stored, rows, share, lanes).emit(self.device)
         elif isinstance(unit, Matmul):
             right = self.plan.packed.get(unit.b, unit.b)
-            LaneProduct(memory, unit, right, rows, share, lanes).emit()
+            LaneProduct(memory, unit, right, rows, share, lanes).emit(self.device)
         elif isinstance(unit, Matrix):
             failed = memory.code.pointer("%status", 16) if unit.check is not None else "poison"
             Matrices(memory, unit, rows, ALGORITHMS[unit.how], failed).emit()

@@ -5,7 +5,7 @@ from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
 from tensorloop.compiler.emitter.device.lanes import MANY, GroupRows, LaneShare, share_lanes
-from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, carry_beside_outs, near_matrices, reading_near
+from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, near_matrices, outs_are_copies, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
 from tensorloop.compiler.emitter.device.waits import WaitPlanner
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Scatter
@@ -29,9 +29,9 @@ class KernelPlan:
     def __init__(self, step: LoweredStep, device: Device) -> None:
         _refuse(step)
         self.device, self.machine = device, device.machine
-        near = carry_beside_outs(step)
+        near = outs_are_copies(step)
         self._make(near)
-        if near is not step and not self.local:  # a carry beside its out is of use in fast memory alone
+        if near is not step and not self.local:  # a place beside an out is of use in fast memory alone
             self._make(step)
         self._plan()
 

@@ -41,7 +41,7 @@ class LaneShare:
     by: "walk", "product", "lines" (each along `unit.dim`), or "first" where the first lane does all of it.
     rows: whether the first dim, or the one behind that of slots, is that of rows, of which a group has its own.
     count: elements of a group, at most.
-    team: lanes that share one element of a reduction, each a part of what is summed up.
+    team: lanes that share one element of a reduction or a product, each a part of what is summed up.
     tall: rows of a product that are one element.
     """
 
@@ -109,6 +109,11 @@ def _walk(unit: WalkGroup, row: int | None, rows: GroupRows | None, lanes: int) 
     return dataclasses.replace(made, team=team)
 
 
+def _divides(n: int) -> int:
+    """Returns the largest power of two of which n is a multiple."""
+    return n & -n
+
+
 def _below(n: int) -> int:
     """Returns the largest power of two that is not larger than n."""
     return 1 << (max(1, n).bit_length() - 1)
@@ -125,7 +130,11 @@ def _product(unit: Matmul, row: int | None, rows: GroupRows | None, lanes: int) 
     tall = max(t for t in range(1, TALL + 1) if here % t == 0 and (t == 1 or made.count >= t * lanes))
     shape[m] //= tall
     sizes = tuple(shape[d] for d in order)
-    return dataclasses.replace(made, sizes=sizes, count=made.count // tall, tall=tall)
+    team = 1
+    # Neighbouring lanes then read other rows of b: that pays where those lie in fast memory, in other banks of it.
+    if unit.b.buffer.kind == "near" and row != len(shape) and 0 < made.count <= lanes:
+        team = min(WARP, _below(lanes), _below(lanes // made.count), _divides(unit.a.shape[-1]))
+    return dataclasses.replace(made, sizes=sizes, count=made.count // tall, tall=tall, team=team)
 
 
 def split_index(code: Code, number: Index, sizes: Sequence[Size]) -> list[Index]:

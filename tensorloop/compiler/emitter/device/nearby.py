@@ -13,14 +13,16 @@ from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.lengths import Length
 
+BANKS = 128  # bytes of shared memory that lanes read at once if each reads another bank of four
+MORE = 16  # lines so far apart: eight of four numbers lie in banks of their own
 FIXED = ("invariant", "constant")  # what no step writes
 
 
-def carry_beside_outs(step: LoweredStep) -> LoweredStep:
-    """The step with a carry in places of its own where it was an out; the out is a copy of it.
+def outs_are_copies(step: LoweredStep) -> LoweredStep:
+    """The step with places of their own for outs that it reads again: a carry, and what a product takes.
 
-    An out lies in the device's memory, where the next step would wait for it. The copy is made as the carry is, from a
-    register, unless a product makes it.
+    An out lies in the device's memory, where whoever reads it would wait for it. Each part of it is copied as it is
+    made, from a register, unless a product makes it.
     """
     held = Counter(after.buffer for after in step.next)
     moved = {
@@ -28,6 +30,9 @@ def carry_beside_outs(step: LoweredStep) -> LoweredStep:
         for n, after in enumerate(step.next)
         if after.buffer.kind == "out" and held[after.buffer] == 1
     }
+    for buffer in {one.buffer: None for kernel in step.kernels for one in kernel.reads()}:
+        if buffer.kind == "out" and not held[buffer] and not isinstance(buffer.numel, Length):
+            moved[buffer] = Region("scratch", 0, buffer.numel, buffer.dtype)
     if not moved:
         return step
 
@@ -35,11 +40,13 @@ def carry_beside_outs(step: LoweredStep) -> LoweredStep:
         return Array(moved.get(one.buffer, one.buffer), one.shape, one.strides, one.offset)
 
     made = copy.copy(step)
-    made.kernels = [_with_arrays(kernel, new) for kernel in step.kernels]
+    made.kernels = []
+    for kernel in step.kernels:
+        made.kernels.append(_with_arrays(kernel, new))
+        for out in kernel.writes():
+            if out.buffer in moved and out.numel:
+                made.kernels.append(Point("copy", copied, (new(out).squeeze(),), out.squeeze()))
     made.next, made.going = [*map(new, step.next)], None if step.going is None else new(step.going)
-    for out in step.outs:
-        if out.buffer in moved and out.numel:
-            made.kernels.append(Point("copy", copied, (new(out).squeeze(),), out.squeeze()))
     return made
 
 
@@ -76,7 +83,10 @@ def near_matrices(units: Sequence[Unit], dims: Sequence[int | None]) -> dict[Arr
                 last = len(one.shape) - (2 if isinstance(unit, Matmul) else 0)
                 own = dim is not None and dim < last and one.strides[dim] != 0
                 rows.setdefault(one, set()).add(dim if own else None)
-    return {one: _near_matrix(one, found.pop() if len(found) == 1 else None) for one, found in rows.items()}
+    right = {unit.b for unit in units if isinstance(unit, Matmul)}
+    return {
+        one: _near_matrix(one, found.pop() if len(found) == 1 else None, one in right) for one, found in rows.items()
+    }
 
 
 def _read_whole(unit: Unit) -> list[Array]:
@@ -86,12 +96,19 @@ def _read_whole(unit: Unit) -> list[Array]:
     return [one for walk in walks for one in (walk.indices if isinstance(walk, Gather) else walk.reads())]
 
 
-def _near_matrix(array: Array, row: int | None) -> NearMatrix:
-    """A place for a matrix, rows outermost; of a dim along which all elements are the same it has one."""
+def _near_matrix(array: Array, row: int | None, is_right: bool) -> NearMatrix:
+    """A place for a matrix, rows outermost; of a dim along which all elements are the same it has one.
+
+    A product's right operand has some bytes more in each line where lines would all begin in the same bank: lanes that
+    share an element read several lines at once.
+    """
     shape = tuple(1 if stride == 0 else size for size, stride in zip(array.shape, array.strides, strict=True))
     order = sorted(range(len(shape)), key=lambda d: (d != row, d))
-    region = Region("near", 0, math.prod(shape), array.dtype)
-    inner = contiguous(region, [shape[d] for d in order]).strides
+    sizes = [shape[d] for d in order]
+    if is_right and order[-1] == len(shape) - 1 and not sizes[-1] * array.dtype.itemsize % BANKS:
+        sizes[-1] += MORE // array.dtype.itemsize
+    region = Region("near", 0, math.prod(sizes), array.dtype)
+    inner = contiguous(region, sizes).strides
     strides = tuple(inner[order.index(d)] if array.strides[d] else 0 for d in range(len(shape)))
     source = Array(array.buffer, shape, array.strides, array.offset).squeeze()
     load = Point("copy", copied, (source,), Array(region, shape, strides).squeeze())

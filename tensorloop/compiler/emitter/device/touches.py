@@ -227,9 +227,10 @@ class LaneTouches:
         depth, lane = unit.a.shape[-1], lane.expand(blocks)
         lane = lane.repeat_interleave(share.tall, m)
         space = (*blocks[:m], blocks[m] * share.tall, blocks[-1])
-        yield TouchedPart(unit.a, (*space[:-1], depth), lane.amin(-1, keepdim=True), lane.amax(-1, keepdim=True))
+        last = lane + (share.team - 1)  # of its team
+        yield TouchedPart(unit.a, (*space[:-1], depth), lane.amin(-1, keepdim=True), last.amax(-1, keepdim=True))
         if self._is_shared(unit.b.buffer):
-            low, high = lane.amin(m, keepdim=True), lane.amax(m, keepdim=True)
+            low, high = lane.amin(m, keepdim=True), last.amax(m, keepdim=True)
             yield TouchedPart(unit.b, (*space[:m], depth, space[-1]), low, high)
         for array in (unit.out, *(() if unit.addend is None else (unit.addend,))):
             yield TouchedPart(array, space, lane, lane)

@@ -33,6 +33,14 @@ class Arithmetic:
         """Returns a / b of floats."""
         return self.code.binary("fdiv", a, b)
 
+    def ratio(self, a: Value, b: Value) -> Value:
+        """Returns a / b where b, 1 / b and a / b are normal numbers or NaN, or a is 0."""
+        return self.div(a, b)
+
+    def inverse(self, b: Value) -> Value:
+        """Returns 1 / b where both are normal numbers or NaN."""
+        return self.div(self.like(b, 1), b)
+
     def fma(self, a: Value, b: Value, c: Value) -> Value:
         """Returns a b + c, rounded once."""
         return self.code.call("llvm.fma", a, b, c)

@@ -92,7 +92,7 @@ class Math(Arithmetic):
         limited = self.at_least(self.at_most(x, 89.0 if small else 710.0), -20.0 if small else -40.0)
         r, n = self._reduced(limited)
         first, second = self._halves(n)
-        inner = self.sub(first, self.div(self.like(x, 1), second))
+        inner = self.sub(first, self.inverse(second))
         made = self.mul(self.fma(self._exp_minus_one(r), first, inner), second)
         return self.where(self.compare("eq", x, self.like(x, 0)), x, made)
 
@@ -103,7 +103,7 @@ class Math(Arithmetic):
         r, n = self._reduced(self.add(limited, limited))
         power = self._power(n)
         t = self.fma(self._exp_minus_one(r), power, self.sub(power, self.like(x, 1)))
-        return self.div(t, self.add(t, self.like(x, 2)))
+        return self.ratio(t, self.add(t, self.like(x, 2)))
 
     def sigmoid(self, x: Value) -> Value:
         """1 / (1 + exp(-x)); 0 where that is no normal number."""
@@ -111,7 +111,7 @@ class Math(Arithmetic):
         lowest = -87.3 if small else -708.3
         r, n = self._reduced(self.neg(self.at_least(self.at_most(x, -lowest), lowest)))
         power = self._power(n)
-        made = self.div(one, self.add(one, self.fma(self._exp_minus_one(r), power, power)))
+        made = self.inverse(self.add(one, self.fma(self._exp_minus_one(r), power, power)))
         return self.where(self.compare("lt", x, self.like(x, lowest)), self.like(x, 0), made)
 
     # logarithms
@@ -144,7 +144,7 @@ class Math(Arithmetic):
         high, low = (
             (0.69313812256, 9.0580006145e-6) if small else (6.93147180369123816490e-1, 1.90821492927058770002e-10)
         )
-        s = self.div(f, self.add(f, self.like(x, 2)))
+        s = self.ratio(f, self.add(f, self.like(x, 2)))
         z = self.mul(s, s)
         r = self.mul(z, self.poly(z, _LOG32 if small else _LOG64))
         half = self.mul(self.mul(self.like(x, 0.5), f), f)

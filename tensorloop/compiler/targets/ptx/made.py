@@ -29,6 +29,8 @@ class Limit(NamedTuple):
 # What goes to the rung below although there is text for it. By arithmetic, until a device's clock says otherwise:
 # - a lane does one operation in about two cycles (each product loads an operand from shared memory), 256 lanes do 2**21
 #   in 16,000 cycles, ten microseconds: as long as a graph takes for half a dozen launches of its own;
+# - a multiprocessor reads some 64 bytes a cycle of what is not in its shared memory, 2**16 in 1,000 cycles: more, and
+#   the whole device does it sooner, one launch for each operation or for a few of them;
 # - the second cache of an A100 has 40 MB, and later devices have more: scratch of all groups stays in it.
 LIMITS = (
     Limit(
@@ -36,6 +38,12 @@ LIMITS = (
         lambda text: text.work // text.groups,
         2**21,
         "one multiprocessor does them, where a launch of its own for each operation has the whole device",
+    ),
+    Limit(
+        "bytes that one group reads a step",
+        lambda text: text.traffic.read // text.groups,
+        2**16,
+        "one multiprocessor reads them, where a launch of its own for each operation has the whole device",
     ),
     Limit(
         "bytes of scratch beyond shared memory",
