@@ -48,7 +48,7 @@ def product(depth: int, columns: int, rows: int, dtype: torch.dtype, *, added: b
 def test_several_lanes_make_an_element(depth, columns, rows, lanes, groups, added, dtype) -> None:
     """Uneven groups, odd depths, more teams than elements; guarded, so that a team without one reads nothing else."""
     rec, given = product(depth, columns, rows, dtype, added=added)
-    tolerance = {"rtol": 1e-4, "atol": 1e-4} if dtype == torch.float32 else {"rtol": 1e-11, "atol": 1e-11}
+    tolerance = {"rtol": 1e-3, "atol": 1e-3} if dtype == torch.float32 else {"rtol": 1e-11, "atol": 1e-11}
     for order in ("as is", "random"):
         core = LanesCore(rec, lanes, groups, order, guarded=True, local=1 << 20)
         assert_same(core, rec, 4, *given, **tolerance)

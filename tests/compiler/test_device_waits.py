@@ -146,8 +146,8 @@ def a_row_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(lane_product, "UNROLLED", 5)
     real = lane_product.LaneProduct._turn
 
-    def turn(self, left, right, start, count, held):
-        return real(self, left, right, start, max(1, count - (count == 4)), held)
+    def turn(self, left, right, start, count, *more):
+        return real(self, left, right, start, max(1, count - (count == 4)), *more)
 
     monkeypatch.setattr(lane_product.LaneProduct, "_turn", turn)
 

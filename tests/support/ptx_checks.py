@@ -15,7 +15,8 @@ ARCHITECTURES = ("sm_80", "sm_90", "sm_100")
 # What rounds otherwise than the text says, a function of a library, an address of unknown kind, a register in memory.
 # Without its rounding said, a product and a sum would be taken together by who reads the PTX.
 WRONG = (
-    *(r"\.approx", r"\.ftz", r"\bcall\b", r"\.extern \.func", r"\b(?:mul|add|sub)\.f(?:32|64)"),
+    # A reciprocal's approximation is what Newton's method begins with.
+    *(r"(?<!rcp)\.approx", r"(?<!rcp\.approx)\.ftz", r"\bcall\b", r"\.extern \.func", r"\b(?:mul|add|sub)\.f(?:32|64)"),
     *(r"\b(?:ld|st)\.(?!global|shared|param)\w", r"\.local\b"),
 )
 

@@ -45,9 +45,15 @@ def outs_are_copies(step: LoweredStep) -> LoweredStep:
         made.kernels.append(_with_arrays(kernel, new))
         for out in kernel.writes():
             if out.buffer in moved and out.numel:
-                made.kernels.append(Point("copy", copied, (new(out).squeeze(),), out.squeeze()))
+                made.kernels.append(Point("copy", copied, (_each_once(new(out)),), _each_once(out)))
     made.next, made.going = [*map(new, step.next)], None if step.going is None else new(step.going)
     return made
+
+
+def _each_once(one: Array) -> Array:
+    """The array with an index for each element: a reduction writes one along a dim whose steps lead nowhere."""
+    shape = tuple(size if stride else 1 for size, stride in zip(one.shape, one.strides, strict=True))
+    return Array(one.buffer, shape, one.strides, one.offset).squeeze()
 
 
 def _with_arrays(kernel: Kernel, new: Callable[[Array], Array]) -> Kernel:
