@@ -58,8 +58,9 @@ def scanned(read: Read, steps: int, slots: int = 2) -> tuple[Callable[[Any], Any
 @pytest.mark.parametrize("read", READS, ids=lambda read: read.__name__)
 def test_a_loop_is_the_eager_one(read: Read, steps: int, asked: PretendedKernels) -> None:
     asked.order.how = "random"
+    before = {*asked.library.modules.values()}  # of plans that are gone: unloaded when next a kernel is loaded or run
     hold(*scanned(read, steps))
-    assert len(asked.library.modules) == 2  # forward and backward
+    assert len({*asked.library.modules.values()} - before) == 2  # forward and backward
 
 
 def test_one_launch_for_any_number_of_steps(asked: PretendedKernels) -> None:

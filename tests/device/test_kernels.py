@@ -345,7 +345,7 @@ def test_a_launch_that_fails_otherwise_is_an_error_by_name(code: int, asked: Pre
 
 def test_what_needs_too_much_of_a_lane_runs_as_torchs_operations(asked: PretendedKernels) -> None:
     lines = [
-        "one launch: 2 groups of 32 lanes, 1 barrier a step",
+        "one launch: 2 groups of 32 lanes, 2 barriers a step",
         "320 bytes of shared memory a group, 128 of them matrices that are read once a launch, "
         "32 registers and 0 bytes a lane",
         "64 bytes read and 64 written a step in the device's memory",
