@@ -131,32 +131,42 @@ class DrawOp:
 
     number: int
     example: Tensor
-    fill: Callable[[Tensor], Any]  # draws into a contiguous tensor
+    fill: Callable[[Tensor, Generator | None], Any]  # draws into a contiguous tensor, from this in place of its own
     made: Callable[..., Any] | None = None  # of what was drawn and the operation's arguments
+    says: tuple[Any, ...] = ()  # what it draws, beside the generator
+    source: int = 0  # which of a step's generators it draws from
 
 
 def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> DrawOp:
     """Returns an operation that draws again as this one did; it holds no tensor of the step's but `out`."""
     generator = kwargs.get("generator")
-    if func in _MADE:
-        draw, made = _MADE[func]
-        numbers = [None if isinstance(x, Tensor) else x for x in args]
-        example = _raced(args, out) if func is _aten.multinomial.default else torch.empty_like(out)
-        return DrawOp(number, example, lambda into: draw(into, generator, numbers), made)
     like = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
     rest = [None if isinstance(x, Tensor) else x for x in args]
+    says = func, rest, like, {name: x for name, x in kwargs.items() if name != "generator"}
 
-    def again() -> Any:
+    def source(g: Generator | None) -> Generator | None:
+        return generator if generator is None or g is None else g
+
+    def again(g: Generator | None) -> Any:
         """Runs the operation on tensors that are like those that it had."""
-        return func(*(x if one is None else _like(*one) for x, one in zip(rest, like, strict=True)), **kwargs)
+        given = (x if one is None else _like(*one) for x, one in zip(rest, like, strict=True))
+        return func(*given, **_with(kwargs, source(g)))
 
+    if func in _MADE:
+        draw, made = _MADE[func]
+        example = _raced(args, out) if func is _aten.multinomial.default else torch.empty_like(out)
+        return DrawOp(number, example, lambda into, g: draw(into, source(g), rest), made, says)
     if func is _aten.native_dropout.default:
-        return DrawOp(number, torch.empty_like(out[1]), lambda into: into.copy_(again()[1]), _dropped)
-    inplace = func._schema.name.endswith("_")
-    if inplace and out.is_contiguous():
+        example = torch.empty_like(out[1])
+        return DrawOp(number, example, lambda into, g: into.copy_(again(g)[1]), _dropped, says)
+    if func._schema.name.endswith("_") and out.is_contiguous():
         more = args[1:]
-        return DrawOp(number, out, lambda into: func(into, *more, **kwargs))
-    return DrawOp(number, out, lambda into: into.copy_(again()))
+        return DrawOp(number, out, lambda into, g: func(into, *more, **_with(kwargs, source(g))), says=says)
+    return DrawOp(number, out, lambda into, g: into.copy_(again(g)), says=says)
+
+
+def _with(kwargs: dict[str, Any], generator: Generator | None) -> dict[str, Any]:
+    return {**kwargs, "generator": generator} if "generator" in kwargs else kwargs
 
 
 def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

@@ -5,20 +5,32 @@ are sequences like any other.
 """
 
 from collections.abc import Sequence
+from functools import partial
 
 import torch
 from torch import Generator, Tensor
 
-from tensorloop._torch.transforms import random_numbers_allowed
+from tensorloop._torch.cuda_numbers import graphs_draw
+from tensorloop._torch.transforms import maybe_level, random_numbers_allowed
 from tensorloop.compiler.graph.complex_pairs import split_pairs
+from tensorloop.compiler.place import HOST
+from tensorloop.compiler.targets.choose import is_captured
+from tensorloop.compiler.targets.graphs.drawn import DrawGraphs
 from tensorloop.loop.compiled.look.draws import DrawOp
+from tensorloop.loop.compiled.run.plan import Plan
+
+
+MOST_KINDS = 16  # of draws, for which a plan has graphs
 
 
 class DrawnNumbers:
-    """The draws of a loop, block by block. A block that comes again is drawn from the state that it began with."""
+    """The draws of a loop, block by block. A block that comes again is drawn from the state that it began with.
 
-    def __init__(self, draws: Sequence[DrawOp], generators: Sequence[Generator], *, reverse: bool) -> None:
-        self.draws, self.generators, self.reverse = list(draws), list(generators), reverse
+    On a device graphs of the plan draw them, from the second time on that it draws the like.
+    """
+
+    def __init__(self, draws: Sequence[DrawOp], generators: Sequence[Generator], plan: Plan) -> None:
+        self.draws, self.generators, self.plan, self.reverse = list(draws), list(generators), plan, plan.step.reverse
         self._states: dict[int, list[Tensor]] = {}
 
     @property
@@ -42,14 +54,47 @@ class DrawnNumbers:
         found = [
             torch.empty((steps, *d.example.shape), dtype=d.example.dtype, device=d.example.device) for d in self.draws
         ]
-        rows = [x.unbind(0) for x in found]
         with random_numbers_allowed():  # in a batched backward too: the same for all its elements
-            for t in reversed(range(steps)) if self.reverse else range(steps):
-                for draw, row in zip(self.draws, rows, strict=True):
-                    draw.fill(row[t])
+            self._draw(found)
         if again:
             self._set(now)
         return split_pairs(found)
+
+    def _draw(self, numbers: Sequence[Tensor]) -> None:
+        device, sources = numbers[0].device, sorted({draw.source for draw in self.draws})
+        own = [self.generators[k] for k in sources]
+
+        def fill(numbers: Sequence[Tensor], own: Sequence[Generator]) -> None:
+            """Draws step by step, as an eager loop does."""
+            by_source, steps = dict(zip(sources, own, strict=True)), range(len(numbers[0]))
+            rows = [x.unbind(0) for x in numbers]
+            for t in reversed(steps) if self.reverse else steps:
+                for draw, row in zip(self.draws, rows, strict=True):
+                    draw.fill(row[t], by_source[draw.source])
+
+        if device == HOST or is_captured(self.plan.step.place) or not graphs_draw() or maybe_level() is not None:
+            fill(numbers, own)
+            return
+        with torch.cuda.device(device):
+            graphs = self._known(own)
+            if graphs is None:
+                fill(numbers, own)
+            else:
+                graphs.draw(numbers, own, fill, reverse=self.reverse)
+
+    def _known(self, own: Sequence[Generator]) -> DrawGraphs | None:
+        """The graphs that draw the like on this stream, None where that is drawn for the first time."""
+        kept = self.plan.drawn
+        draws = repr([(d.says, d.source, d.example.shape, d.example.dtype) for d in self.draws])
+        key = torch.cuda.current_stream().stream_id, draws
+        if key not in kept:
+            if len(kept) >= MOST_KINDS:
+                kept.clear()
+            kept[key] = None
+        elif kept[key] is None:
+            kept[key] = DrawGraphs(self.plan.step.place.device, own, partial(kept.pop, key, None))
+            return kept[key]
+        return kept.get(key)
 
     def _set(self, states: Sequence[Tensor]) -> None:
         for g, state in zip(self.generators, states, strict=True):
