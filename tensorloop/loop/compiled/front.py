@@ -394,7 +394,7 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
         return Refused(f"{said} reads a value in Python, in a loop that carries no tensor", cure, place)
     drawn = [draw.example for draw in seen.draws]
     trace, ahead = with_going(trace, seen.record.written.shapes()) if trace.answers else (trace, [])
-    next_rows = [seen.record.given[len(seen.frame.carry) + k].detach() for k in ahead]
+    next_rows = [[*seen.record.given, *drawn][len(seen.frame.carry) + k].detach() for k in ahead]
     inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *next_rows, *seen.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse

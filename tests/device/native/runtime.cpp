@@ -43,8 +43,10 @@ Draw::Draw(const DeviceGenerator& generator) : stand(generator.stand), share(nul
   numbers = at::detail::createCPUGenerator(at::Philox4_32(seed, 0, offset)());
 }
 
-// By fours, as many as 256 threads of 528 blocks take turns to draw four each.
+// By fours, as many as 256 threads of 528 blocks take turns to draw four each; not at all where nothing was drawn.
 void Draw::moves_on(int64_t count) {
+  auto drawn = numbers.get<at::CPUGeneratorImpl>()->engine().data();
+  if (drawn.left_ == 1 && drawn.next_ == 0) return;
   const uint64_t more = 4 * ((std::max<int64_t>(count, 1) - 1) / (256 * 528 * 4) + 1);
   (share ? share->within : stand->offset) += more;
 }

@@ -6,6 +6,7 @@ Only what draws the same number of values whatever the values of its arguments m
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Generator, Tensor
 
 from tensorloop.compiler.place import HOST, generator_of
 from tensorloop.loop.compiled.look.call_watch import refusal
-from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE, WITHIN
+from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE, WITHIN, choose_unchecked
 
 _aten = torch.ops.aten
 # Of these only shapes, dtypes and layouts of tensor arguments matter.
@@ -26,14 +27,14 @@ _IN_PLACE = {
 }
 
 
-def _bernoulli(u: Tensor, p: Tensor) -> Tensor:
-    sure = WITHIN(p.detach(), 0.0, 1.0, "bernoulli expects all probabilities to be between 0 and 1")
+def _bernoulli(u: Tensor, p: Tensor, *, within: Any = WITHIN) -> Tensor:
+    sure = within(p.detach(), 0.0, 1.0, "bernoulli expects all probabilities to be between 0 and 1")
     return _reached(torch.where(u < sure, 1.0, 0.0).to(p.dtype), p)
 
 
-def _scaled(z: Tensor, mean: Any, std: Any) -> Tensor:
+def _scaled(z: Tensor, mean: Any, std: Any, *, within: Any = WITHIN) -> Tensor:
     start = mean.detach() if isinstance(mean, Tensor) else mean
-    spread = WITHIN(std.detach(), 0.0, math.inf, "normal expects all elements of std >= 0.0")
+    spread = within(std.detach(), 0.0, math.inf, "normal expects all elements of std >= 0.0")
     return _reached(z * spread + start, mean, std)
 
 
@@ -49,8 +50,12 @@ def _reached(drawn: Tensor, *arguments: Any) -> Tensor:
     return drawn
 
 
-def _chosen(drawn: Tensor, p: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
-    return CHOOSE(p.detach(), drawn, count, replacement)
+def _unchecked(x: Tensor, *_: Any) -> Tensor:
+    return x.clone()
+
+
+def _chosen(drawn: Tensor, p: Tensor, count: int, replacement: bool = False, *, choose: Any = CHOOSE, **_: Any) -> Tensor:
+    return choose(p.detach(), drawn, count, replacement)
 
 
 def _dropped(mask: Tensor, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -82,6 +87,13 @@ _MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     _aten.normal.Tensor_float: (lambda into, g, args: into.normal_(0, *args[1:2], generator=g), _shifted),
 }
 
+
+# The same for a next step that there may not be: what is wrong with its arguments is no error yet.
+UNCHECKED: dict[Any, Callable[..., Tensor]] = {
+    _bernoulli: partial(_bernoulli, within=_unchecked),
+    _scaled: partial(_scaled, within=_unchecked),
+    _chosen: partial(_chosen, choose=choose_unchecked),
+}
 
 # Attention, and which of its arguments is `dropout_p`.
 _DROPOUT = {

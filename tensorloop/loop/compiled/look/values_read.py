@@ -14,6 +14,7 @@ from tensorloop._common.user_line import UserLine, user_place
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.compiler.trace import Answer, Number, Operation, Ref, Trace
+from tensorloop.loop.compiled.look.draws import UNCHECKED
 
 MOST_ANSWERS = 8  # in a step
 MOST_VALUES = 4  # of the guards of a step: for each there is a plan
@@ -112,7 +113,8 @@ class _Again:
             if k in needed:
                 o = trace.operations[k]
                 args, kwargs = self._in_range(o, self._read(o.args)), self._read(o.kwargs)
-                self.operations.append(Operation(o.function, args, kwargs, self._results(o.results), o.place))
+                function = UNCHECKED.get(o.function, o.function)
+                self.operations.append(Operation(function, args, kwargs, self._results(o.results), o.place))
         whole = found[0]
         for other in found[1:]:
             whole = self._made(aten.logical_and.default, Ref(whole), Ref(other))

@@ -51,14 +51,24 @@ class DrawnNumbers:
         again = self._states.setdefault(i, now) is not now
         if again:
             self._set(self._states[i])
-        found = [
-            torch.empty((steps, *d.example.shape), dtype=d.example.dtype, device=d.example.device) for d in self.draws
-        ]
-        with random_numbers_allowed():  # in a batched backward too: the same for all its elements
-            self._draw(found)
+        found = self._drawn(steps)
         if again:
             self._set(now)
         return split_pairs(found)
+
+    def take_back(self, steps: int) -> None:
+        """Lets the generators stand where they stood behind so many steps of the first block."""
+        self._set(self._states[0])
+        self._drawn(steps)
+
+    def _drawn(self, steps: int) -> list[Tensor]:
+        """Draws the numbers of so many steps anew."""
+        examples = [draw.example for draw in self.draws]
+        found = [torch.empty((steps, *x.shape), dtype=x.dtype, device=x.device) for x in examples]
+        if steps:
+            with random_numbers_allowed():  # in a batched backward too: the same for all its elements
+                self._draw(found)
+        return found
 
     def _draw(self, numbers: Sequence[Tensor]) -> None:
         device, sources = numbers[0].device, sorted({draw.source for draw in self.draws})
