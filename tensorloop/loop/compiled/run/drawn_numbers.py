@@ -58,8 +58,9 @@ class DrawnNumbers:
 
     def take_back(self, steps: int) -> None:
         """Lets the generators stand where they stood behind so many steps of the first block."""
-        self._set(self._states[0])
-        self._drawn(steps)
+        if self._states:
+            self._set(self._states[0])
+            self._drawn(steps)
 
     def _drawn(self, steps: int) -> list[Tensor]:
         """Draws the numbers of so many steps anew."""

@@ -109,8 +109,8 @@ def results_of(
         outputs = _outputs(run, tensors)
         behind = run.done
     finally:
-        if run.draws is not None and plan.answers and behind < (run.steps or 0):
-            run.draws.take_back(behind)  # the steps behind the stretch draw their own
+        if run.draws is not None and behind < (run.steps or 0):
+            run.draws.take_back(behind)  # who does the steps behind draws their numbers
     if plan.of_pairs:
         outputs = complex_pairs.join_pairs(outputs, [*given, *(y for y in look.results.ys if isinstance(y, Tensor))])
     return run.done, list(outputs)

@@ -36,7 +36,7 @@ def run_by_answers(
     stood = list[tuple[Generator, Tensor]]()
     try:
         return _in_stretches(look, plan, checkpoints, look_at, stood)
-    except Exception:  # all of it runs anew, from the same random numbers on
+    except BaseException:  # a refusal among them: all of it runs anew, from the same random numbers on
         for g, state in stood:
             g.set_state(state)
         raise
