@@ -7,6 +7,7 @@
 #include <cstring>
 #include <map>
 #include <memory>
+#include <vector>
 
 namespace pretended {
 
@@ -36,6 +37,9 @@ struct Share {
 
 struct GraphDraws {
   std::map<std::shared_ptr<Stand>, Share> shares;
+  std::vector<std::shared_ptr<Stand>> order;  // from which it draws, one after the other
+  size_t at = 0;
+  bool replays = false;
 };
 
 // The graph that this thread records or replays.

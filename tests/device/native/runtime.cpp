@@ -38,6 +38,8 @@ GraphDraws*& graph_of_thread() {
 // While a graph records nothing runs, and nobody knows where a replay will begin.
 Draw::Draw(const DeviceGenerator& generator) : stand(generator.stand), share(nullptr) {
   GraphDraws* graph = graph_of_thread();
+  if (graph && graph->replays) stand = graph->order.at(graph->at++);
+  if (graph && !graph->replays) graph->order.push_back(stand);
   if (graph) share = &graph->shares[stand];
   const uint64_t seed = share ? share->seed : stand->seed, offset = share ? share->base + share->within : stand->offset;
   numbers = at::detail::createCPUGenerator(at::Philox4_32(seed, 0, offset)());
@@ -175,10 +177,12 @@ extern "C" GraphDraws* draws_of(GraphDraws* graph) { return std::exchange(preten
 
 extern "C" void draws_recorded(GraphDraws* graph) {
   for (auto& [stand, share] : graph->shares) share.whole = share.within;
+  graph->replays = true;
 }
 
 // A replay is given to the device: it begins where generators stand, which move on by all that it will draw.
 extern "C" void draws_replayed(GraphDraws* graph) {
+  graph->at = 0;
   for (auto& [stand, share] : graph->shares) {
     share = {share.whole, 0, stand->seed, stand->offset};
     stand->offset += share.whole;
