@@ -78,7 +78,7 @@ def graphs_draw() -> bool:
 
     Before that all graphs that draw from one generator share it: two streams could draw from each other's places.
     """
-    return torch.__version__ >= (2, 13)
+    return torch.__version__ >= "2.13"  # a TorchVersion, which is compared as such
 
 
 def workspace_bytes(major: int) -> int:

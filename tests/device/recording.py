@@ -131,6 +131,11 @@ def of_device(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.device.type == CUDA]
 
 
+def number_of(generator: Any) -> Any:
+    """What tells generators apart: a mode is given other objects of Python than the caller's."""
+    return None if generator is None else generator._cdata
+
+
 def place(stream: Any) -> tuple[int, int]:
     return stream.device_index, stream.stream_id
 
@@ -196,8 +201,8 @@ class Recorder(MemoryMode):
         if given and place(torch.cuda.current_stream(given[0].device)) != self.stream:
             refuse("a stream that does not record was given work of one that does")
         generator = kwargs.get("generator")
-        known = {g._cdata for g in (*torch.cuda.default_generators, *self.graph.generators)}
-        if torch.Tag.nondeterministic_seeded in func.tags and generator is not None and generator._cdata not in known:
+        known = {number_of(g) for g in (None, *torch.cuda.default_generators, *self.graph.generators)}
+        if torch.Tag.nondeterministic_seeded in func.tags and number_of(generator) not in known:
             refuse("a generator that is not registered with the graph")
         hosts = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu"]
         to = torch.device(kwargs.get("device") or CUDA)

@@ -41,9 +41,7 @@ class DrawGraphs:
         self._chunks: dict[int, _Chunk] = {}
         self._held, self._lock, self._failed = Held(drop), threading.Lock(), False
 
-    def draw(
-        self, numbers: Sequence[Tensor], generators: Sequence[Generator], fill: Fill, *, reverse: bool
-    ) -> None:
+    def draw(self, numbers: Sequence[Tensor], generators: Sequence[Generator], fill: Fill, *, reverse: bool) -> None:
         """Draws the numbers of as many steps as the tensors have rows, the last row first where it is `reverse`."""
         self._held.used()
         steps, done = len(numbers[0]), 0

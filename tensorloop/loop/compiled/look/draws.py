@@ -54,7 +54,9 @@ def _unchecked(x: Tensor, *_: Any) -> Tensor:
     return x.clone()
 
 
-def _chosen(drawn: Tensor, p: Tensor, count: int, replacement: bool = False, *, choose: Any = CHOOSE, **_: Any) -> Tensor:
+def _chosen(
+    drawn: Tensor, p: Tensor, count: int, replacement: bool = False, *, choose: Any = CHOOSE, **_: Any
+) -> Tensor:
     return choose(p.detach(), drawn, count, replacement)
 
 
@@ -145,7 +147,6 @@ class DrawOp:
     example: Tensor
     fill: Callable[[Tensor, Generator | None], Any]  # draws into a contiguous tensor, from this in place of its own
     made: Callable[..., Any] | None = None  # of what was drawn and the operation's arguments
-    says: tuple[Any, ...] = ()  # what it draws, beside the generator
     source: int = 0  # which of a step's generators it draws from
 
 
@@ -154,7 +155,6 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
     generator = kwargs.get("generator")
     like = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
     rest = [None if isinstance(x, Tensor) else x for x in args]
-    says = func, rest, like, {name: x for name, x in kwargs.items() if name != "generator"}
 
     def source(g: Generator | None) -> Generator | None:
         return generator if generator is None or g is None else g
@@ -167,14 +167,14 @@ def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor,
     if func in _MADE:
         draw, made = _MADE[func]
         example = _raced(args, out) if func is _aten.multinomial.default else torch.empty_like(out)
-        return DrawOp(number, example, lambda into, g: draw(into, source(g), rest), made, says)
+        return DrawOp(number, example, lambda into, g: draw(into, source(g), rest), made)
     if func is _aten.native_dropout.default:
         example = torch.empty_like(out[1])
-        return DrawOp(number, example, lambda into, g: into.copy_(again(g)[1]), _dropped, says)
+        return DrawOp(number, example, lambda into, g: into.copy_(again(g)[1]), _dropped)
     if func._schema.name.endswith("_") and out.is_contiguous():
         more = args[1:]
-        return DrawOp(number, out, lambda into, g: func(into, *more, **_with(kwargs, source(g))), says=says)
-    return DrawOp(number, out, lambda into, g: into.copy_(again(g)), says=says)
+        return DrawOp(number, out, lambda into, g: func(into, *more, **_with(kwargs, source(g))))
+    return DrawOp(number, out, lambda into, g: into.copy_(again(g)))
 
 
 def _with(kwargs: dict[str, Any], generator: Generator | None) -> dict[str, Any]:

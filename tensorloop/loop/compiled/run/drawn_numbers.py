@@ -19,14 +19,13 @@ from tensorloop.compiler.targets.graphs.drawn import DrawGraphs
 from tensorloop.loop.compiled.look.draws import DrawOp
 from tensorloop.loop.compiled.run.plan import Plan
 
-
-MOST_KINDS = 16  # of draws, for which a plan has graphs
+MOST_STREAMS = 16  # on which a plan has graphs that draw
 
 
 class DrawnNumbers:
     """The draws of a loop, block by block. A block that comes again is drawn from the state that it began with.
 
-    On a device graphs of the plan draw them, from the second time on that it draws the like.
+    On a device graphs of the plan draw them, from the second time on that it runs.
     """
 
     def __init__(self, draws: Sequence[DrawOp], generators: Sequence[Generator], plan: Plan) -> None:
@@ -94,17 +93,14 @@ class DrawnNumbers:
                 graphs.draw(numbers, own, fill, reverse=self.reverse)
 
     def _known(self, own: Sequence[Generator]) -> DrawGraphs | None:
-        """The graphs that draw the like on this stream, None where that is drawn for the first time."""
-        kept = self.plan.drawn
-        draws = repr([(d.says, d.source, d.example.shape, d.example.dtype) for d in self.draws])
-        key = torch.cuda.current_stream().stream_id, draws
+        """The plan's graphs on this stream, which are for all of its loops; None where the first one draws there."""
+        kept, key = self.plan.drawn, torch.cuda.current_stream().stream_id
         if key not in kept:
-            if len(kept) >= MOST_KINDS:
+            if len(kept) >= MOST_STREAMS:
                 kept.clear()
             kept[key] = None
         elif kept[key] is None:
             kept[key] = DrawGraphs(self.plan.step.place.device, own, partial(kept.pop, key, None))
-            return kept[key]
         return kept.get(key)
 
     def _set(self, states: Sequence[Tensor]) -> None:

@@ -100,8 +100,9 @@ class Plan:
         self.writes: list[Write] = []  # where checkpoints want to take them back
         self.answers: Sequence[bool] = ()  # bools that the body was told: it is the plan of steps with these
         self.asked: tuple[str, UserLine | None] = "", None  # the call and line that asked for the first of them
-        self.ahead: Sequence[int] = ()  # places of xs whose slices, or numbers drawn, of the next step are sequences, too
-        self.drawn: dict[Any, Any] = {}  # graphs of its random numbers, by what they draw and on which stream
+        # places of xs and of draws whose slices of the next step are sequences, too
+        self.ahead: Sequence[int] = ()
+        self.drawn: dict[int, Any] = {}  # graphs that draw its random numbers, by stream
         self.longest = 0  # of the stretches of steps that it has run
         self.restless = ""  # why loops that begin with it run no more in stretches
 
