@@ -137,7 +137,7 @@ def test_a_stretch_draws_as_much_as_it_has_steps(name: str, options: dict[str, A
 
 
 def test_without_gradients_few_numbers_are_there_at_once(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr(stretches, "MOST_STEPS", 4)
+    monkeypatch.setattr(stretches, "MOST_NUMBERS", 4)
     check_same(categorical, grad=False)
 
 

@@ -14,22 +14,23 @@ from tensorloop._torch.cuda_numbers import graphs_draw
 from tensorloop._torch.transforms import maybe_level, random_numbers_allowed
 from tensorloop.compiler.graph.complex_pairs import split_pairs
 from tensorloop.compiler.place import HOST
-from tensorloop.compiler.targets.choose import is_captured
 from tensorloop.compiler.targets.graphs.drawn import DrawGraphs
 from tensorloop.loop.compiled.look.draws import DrawOp
-from tensorloop.loop.compiled.run.plan import Plan
 
+GraphsByStream = dict[int, DrawGraphs | None]
 MOST_STREAMS = 16  # on which a plan has graphs that draw
 
 
 class DrawnNumbers:
     """The draws of a loop, block by block. A block that comes again is drawn from the state that it began with.
 
-    On a device graphs of the plan draw them, from the second time on that it runs.
+    On a device `graphs` draw them, those of the loop's plan, from the second time on that it runs on a stream.
     """
 
-    def __init__(self, draws: Sequence[DrawOp], generators: Sequence[Generator], plan: Plan) -> None:
-        self.draws, self.generators, self.plan, self.reverse = list(draws), list(generators), plan, plan.step.reverse
+    def __init__(
+        self, draws: Sequence[DrawOp], generators: Sequence[Generator], *, reverse: bool, graphs: GraphsByStream
+    ) -> None:
+        self.draws, self.generators, self.reverse, self.graphs = list(draws), list(generators), reverse, graphs
         self._states: dict[int, list[Tensor]] = {}
 
     @property
@@ -82,25 +83,22 @@ class DrawnNumbers:
                 for draw, row in zip(self.draws, rows, strict=True):
                     draw.fill(row[t], by_source[draw.source])
 
-        if device == HOST or is_captured(self.plan.step.place) or not graphs_draw() or maybe_level() is not None:
-            fill(numbers, own)
-            return
+        if device == HOST or not graphs_draw() or maybe_level() is not None:
+            return fill(numbers, own)
         with torch.cuda.device(device):
-            graphs = self._known(own)
-            if graphs is None:
-                fill(numbers, own)
-            else:
-                graphs.draw(numbers, own, fill, reverse=self.reverse)
+            captured = torch.cuda.is_current_stream_capturing()
+            graphs = None if captured else self._known(device, own)
+            return fill(numbers, own) if graphs is None else graphs.draw(numbers, own, fill, reverse=self.reverse)
 
-    def _known(self, own: Sequence[Generator]) -> DrawGraphs | None:
+    def _known(self, device: torch.device, own: Sequence[Generator]) -> DrawGraphs | None:
         """The plan's graphs on this stream, which are for all of its loops; None where the first one draws there."""
-        kept, key = self.plan.drawn, torch.cuda.current_stream().stream_id
+        kept, key = self.graphs, torch.cuda.current_stream().stream_id
         if key not in kept:
             if len(kept) >= MOST_STREAMS:
                 kept.clear()
             kept[key] = None
         elif kept[key] is None:
-            kept[key] = DrawGraphs(self.plan.step.place.device, own, partial(kept.pop, key, None))
+            kept[key] = DrawGraphs(device, own, partial(kept.pop, key, None))
         return kept.get(key)
 
     def _set(self, states: Sequence[Tensor]) -> None:

@@ -142,7 +142,8 @@ def _planned(
     loop, lengths, draws = look.frame.loop, look.frame.arrays.starts, None
     if look.draws:
         assert look.record is not None
-        draws = DrawnNumbers(look.draws, look.record.written.generators.seen, plan)
+        seen = look.record.written.generators.seen
+        draws = DrawnNumbers(look.draws, seen, reverse=plan.step.reverse, graphs=plan.drawn)
         if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
             raise Refused(
                 f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held",

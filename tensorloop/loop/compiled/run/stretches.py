@@ -16,7 +16,6 @@ from torch import Generator, Tensor
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.loop.compiled.look.frame import Frame
 from tensorloop.loop.compiled.look.look import Look
-from tensorloop.loop.compiled.run.blocks import MOST_STEPS
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.results import CheckpointsArg, carry_of, columns_of, put_columns, results_of
 from tensorloop.loop.loop import Loop, State
@@ -26,6 +25,7 @@ MOST_COURSES = 4  # plans of a loop, by the answers that the body gets
 SHORT, WORTH = 16, 80  # after so many stretches, each must have had so many operations: about what beginning one costs
 CHUNK = 64  # steps, from which short stretches have their slices of xs
 LARGE = 8  # stretches of this part of all steps, or more, have theirs from xs itself
+MOST_NUMBERS = 128  # steps whose random numbers are there at once, where no backward needs them
 LEAST = 8  # steps for which a stretch makes room
 
 
@@ -60,7 +60,7 @@ def _in_stretches(
         _check(first, len({answers for answers, _ in known}), len(columns), done)
         room = parts.room(plan, streak, done)
         if look.draws and not plan.grad:
-            room = min(room or MOST_STEPS, MOST_STEPS)  # whose numbers are there at once
+            room = min(room or MOST_NUMBERS, MOST_NUMBERS)
         while True:
             look = dataclasses.replace(look, frame=Frame(parts.loop(state, done, room, kept=True)))
             try:
