@@ -22,6 +22,8 @@ from tensorloop.compiler.targets.proved import raised, warn_of
 
 Fill = Callable[[Sequence[Tensor], Sequence[Generator]], object]  # draws steps' numbers into memory, from these
 
+_Place = tuple[int, int]  # where a generator stands: its seed, and the offset
+
 
 class _Chunk(NamedTuple):
     """A graph that draws so many steps' numbers, and where it leaves them."""
@@ -56,39 +58,37 @@ class DrawGraphs:
                 if size in self._chunks:
                     self._replay(self._chunks[size], rows, generators)
                 else:
-                    before = [g.get_state() for g in generators]
+                    before = _places(generators)
                     fill(rows, generators)
                     if size in recorded.SIZES[:-1] and not self._failed:
                         self._record(rows, generators, fill, before)
                 done += size
 
     def _replay(self, chunk: _Chunk, rows: Sequence[Tensor], generators: Sequence[Generator]) -> None:
-        stood = [ours.get_state() for ours in self._ours]
-        for ours, g in zip(self._ours, generators, strict=True):
-            _bring(ours, g)
-        started = [g.get_state() for g in generators]
+        stood, start = _places(self._ours), _places(generators)
+        _put(self._ours, start)
         chunk.graph.replay()
-        for ours, g, was, start in zip(self._ours, generators, stood, started, strict=True):
-            _bring(g, ours)
-            if not torch.equal(was, start):
-                ours.set_state(was)  # of torch's own, somebody has put another state in its place meanwhile
+        _put(generators, _places(self._ours))
+        for ours, was, place in zip(self._ours, stood, start, strict=True):
+            if was != place:
+                _put([ours], [was])  # of torch's own, somebody has put another state in its place meanwhile
         recorded.copy(zip(rows, chunk.numbers, strict=True))
 
     def _record(
-        self, drawn: Sequence[Tensor], generators: Sequence[Generator], fill: Fill, before: Sequence[Tensor]
+        self, drawn: Sequence[Tensor], generators: Sequence[Generator], fill: Fill, before: Sequence[_Place]
     ) -> None:
-        """Records a graph that draws again what was drawn from the states `before`, and leaves generators as they are.
+        """Records a graph that draws again what was drawn from the places `before`, and leaves generators as they are.
 
         If it does not, this and all that follow are drawn step by step.
         """
-        after = [g.get_state() for g in generators]
+        after = _places(generators)
         try:
             chunk = self._captured(drawn, generators, fill)
-            _set(generators, before)
+            _put(generators, before)
             found = [torch.empty_like(x) for x in drawn]
             self._replay(chunk, found, generators)
-            same = [torch.equal(x, y) for x, y in zip(found, drawn, strict=True)]
-            if not all(same) or not all(torch.equal(g.get_state(), x) for g, x in zip(generators, after, strict=True)):
+            same = all(torch.equal(x, y) for x, y in zip(found, drawn, strict=True))
+            if not same or _places(generators) != after:
                 raise recorded.Differs("draw other numbers")
             self._chunks[len(drawn[0])] = chunk
         except Exception as error:
@@ -96,7 +96,7 @@ class DrawGraphs:
             why = str(error) if isinstance(error, recorded.Differs) else raised(error)
             warn_of(self._device, "CUDA graphs of its random numbers", "draws step by step", why)
         finally:
-            _set(generators, after)
+            _put(generators, after)
 
     def _captured(self, drawn: Sequence[Tensor], generators: Sequence[Generator], fill: Fill) -> _Chunk:
         self._held.add(sum(x.nbytes for x in drawn))
@@ -112,13 +112,13 @@ class DrawGraphs:
         return _Chunk(graph, numbers)
 
 
-def _bring(to: Generator, where: Generator) -> None:
-    """Lets a generator stand where another one stands; one that does so is not touched: that is no matter to cuDNN."""
-    state = where.get_state()
-    if not torch.equal(to.get_state(), state):
-        to.set_state(state)
+def _places(generators: Sequence[Generator]) -> list[_Place]:
+    """Where generators stand, which the host knows."""
+    return [(g.initial_seed(), g.get_offset()) for g in generators]
 
 
-def _set(generators: Sequence[Generator], states: Sequence[Tensor]) -> None:
-    for g, state in zip(generators, states, strict=True):
-        g.set_state(state)
+def _put(generators: Sequence[Generator], places: Sequence[_Place]) -> None:
+    """Puts generators there; one that stands there is not touched, as cuDNN notices."""
+    for g, now, place in zip(generators, _places(generators), places, strict=True):
+        if now != place:
+            g.manual_seed(place[0]).set_offset(place[1])

@@ -17,14 +17,14 @@ from tensorloop.compiler.place import HOST
 from tensorloop.compiler.targets.graphs.drawn import DrawGraphs
 from tensorloop.loop.compiled.look.draws import DrawOp
 
-GraphsByStream = dict[int, DrawGraphs | None]
+GraphsByStream = dict[int, DrawGraphs]
 MOST_STREAMS = 16  # on which a plan has graphs that draw
 
 
 class DrawnNumbers:
     """The draws of a loop, block by block. A block that comes again is drawn from the state that it began with.
 
-    On a device `graphs` draw them, those of the loop's plan, from the second time on that it runs on a stream.
+    On a device `graphs` draw them, those of the loop's plan.
     """
 
     def __init__(
@@ -86,20 +86,14 @@ class DrawnNumbers:
         if device == HOST or not graphs_draw() or maybe_level() is not None:
             return fill(numbers, own)
         with torch.cuda.device(device):
-            captured = torch.cuda.is_current_stream_capturing()
-            graphs = None if captured else self._known(device, own)
-            return fill(numbers, own) if graphs is None else graphs.draw(numbers, own, fill, reverse=self.reverse)
-
-    def _known(self, device: torch.device, own: Sequence[Generator]) -> DrawGraphs | None:
-        """The plan's graphs on this stream, which are for all of its loops; None where the first one draws there."""
-        kept, key = self.graphs, torch.cuda.current_stream().stream_id
-        if key not in kept:
-            if len(kept) >= MOST_STREAMS:
-                kept.clear()
-            kept[key] = None
-        elif kept[key] is None:
-            kept[key] = DrawGraphs(device, own, partial(kept.pop, key, None))
-        return kept.get(key)
+            if torch.cuda.is_current_stream_capturing():
+                return fill(numbers, own)
+            kept, key = self.graphs, torch.cuda.current_stream().stream_id
+            if (graphs := kept.get(key)) is None:
+                if len(kept) >= MOST_STREAMS:
+                    kept.clear()
+                graphs = kept[key] = DrawGraphs(device, own, partial(kept.pop, key, None))
+            return graphs.draw(numbers, own, fill, reverse=self.reverse)
 
     def _set(self, states: Sequence[Tensor]) -> None:
         for g, state in zip(self.generators, states, strict=True):
