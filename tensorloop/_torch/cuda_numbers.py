@@ -73,6 +73,14 @@ def _now(name: str) -> Any:
     return getattr(matmul, name) if half is None else (getattr(matmul, name), half)
 
 
+def graphs_draw() -> bool:
+    """Whether each graph has its own memory for where its generators stand when it is replayed, as from torch 2.13 on.
+
+    Before that all graphs that draw from one generator share it: two streams could draw from each other's places.
+    """
+    return torch.__version__ >= "2.13"  # a TorchVersion, which is compared as such
+
+
 def workspace_bytes(major: int) -> int:
     """Bytes that torch gives cuBLAS for each of its handles and streams, on a device of this compute capability."""
     # As CublasHandlePool.cpp has it: ":KiB:count" as often as wanted; else 8 MiB and a bit, 32 from Hopper on.

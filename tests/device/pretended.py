@@ -106,9 +106,9 @@ class Watch:
                         counts.operations[name] += 1
                 elif kind == "read":
                     counts.reads += 1
-                else:
+                elif kind != "offset":
                     counts.syncs.append(Sync(kind, name, lines()))
-        if kind == "launch" or (kind == "read" and not records):
+        if kind == "launch" or (kind in ("read", "offset") and not records):
             return 0
         return int(self.mode == 2 or recording.forbids_waiting())
 

@@ -6,6 +6,7 @@ while it records is refused, and an error ends the recording for good.
 """
 
 import contextlib
+import ctypes
 import itertools
 import threading
 import weakref
@@ -69,6 +70,28 @@ def drop_workspaces() -> None:
         _workspaces.popitem()[1].dropped = True
 
 
+class Draws:
+    """What a graph draws from which generators; `native/device.h` says how.
+
+    While a thread records or replays one, draws of its are the graph's.
+    """
+
+    def __init__(self) -> None:
+        library = watches[0].library
+        for name in ("draws_make", "draws_of"):
+            getattr(library, name).restype = ctypes.c_void_p
+        self.library, self.handle = library, ctypes.c_void_p(library.draws_make())
+        weakref.finalize(self, library.draws_drop, self.handle).atexit = False
+
+    @contextlib.contextmanager
+    def in_thread(self) -> Iterator[None]:
+        before = self.library.draws_of(self.handle)
+        try:
+            yield
+        finally:
+            self.library.draws_of(ctypes.c_void_p(before))
+
+
 class Operation(NamedTuple):
     """An operation with the memory that it found, and the results that it is to write anew: None where it did that."""
 
@@ -106,6 +129,11 @@ def poison(x: Tensor) -> None:
 
 def of_device(tree: Any) -> list[Tensor]:
     return [x for x in tree_leaves(tree) if isinstance(x, Tensor) and x.device.type == CUDA]
+
+
+def number_of(generator: Any) -> Any:
+    """What tells generators apart: a mode is given other objects of Python than the caller's."""
+    return None if generator is None else generator._cdata
 
 
 def place(stream: Any) -> tuple[int, int]:
@@ -147,7 +175,8 @@ class Recorder(MemoryMode):
             if any(a.alias_info is not None and a.alias_info.is_write for a in schema.arguments):
                 for x in self.written(schema, args, kwargs):
                     self.keep(x)
-        found = func(*args, **kwargs)
+        with self.graph.draws.in_thread():
+            found = func(*args, **kwargs)
         self.graph.asked += 1
         made = of_device(found)
         aliases = [r.alias_info for r in schema.returns]
@@ -172,8 +201,8 @@ class Recorder(MemoryMode):
         if given and place(torch.cuda.current_stream(given[0].device)) != self.stream:
             refuse("a stream that does not record was given work of one that does")
         generator = kwargs.get("generator")
-        known = (None, *torch.cuda.default_generators, *self.graph.generators)
-        if torch.Tag.nondeterministic_seeded in func.tags and not any(generator is g for g in known):
+        known = {number_of(g) for g in (None, *torch.cuda.default_generators, *self.graph.generators)}
+        if torch.Tag.nondeterministic_seeded in func.tags and number_of(generator) not in known:
             refuse("a generator that is not registered with the graph")
         hosts = [x for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor) and x.device.type == "cpu"]
         to = torch.device(kwargs.get("device") or CUDA)
@@ -225,6 +254,7 @@ class Graph:
         self.recorder: Recorder | None = None
         self.ended, self.shares = False, (0, 0)
         self.workspaces: list[Workspace] = []
+        self.draws = Draws()
         weakref.finalize(self, drop_workspaces).atexit = False  # as `reset` does
 
     def register_generator_state(self, generator: torch.Generator) -> None:
@@ -240,8 +270,6 @@ class Graph:
         if self.recorder is not None or self.ended:
             raise RuntimeError("This CUDAGraph instance already owns a captured graph.")
         self.shares = graph_pool_handle() if pool is None else pool
-        with unseen():
-            self.states = [g.get_state() for g in torch.cuda.default_generators]
         self.recorder = here.recorder = Recorder(self, capture_error_mode)
         self.recorder.__enter__()
         with _lock:
@@ -258,9 +286,7 @@ class Graph:
         watches[0].listen()
         recorder.__exit__(None, None, None)
         recorder.end()
-        with unseen():
-            for generator, state in zip(torch.cuda.default_generators, self.states, strict=True):
-                generator.set_state(state)
+        self.draws.library.draws_recorded(self.draws.handle)
         refuse_if_lost()
         if recorder.error is not None:
             refuse("operation failed due to a previous error during capture")
@@ -279,15 +305,17 @@ class Graph:
         refuse_if_lost()
         if getattr(here, "recorder", None) is not None:
             refuse("a replay while another graph is recorded")
+        self.draws.library.draws_replayed(self.draws.handle)
         with watches[0].one_launch("graph"), torch.no_grad(), _disable_current_modes():
             self.check_memory()
             for x in self.fresh:
                 poison(x)
-            for run, args, kwargs, results in self.tape:
-                made = of_device(run(*args, **kwargs))
-                for x, new in zip(results, made, strict=True):
-                    if x is not None:
-                        x.copy_(new)
+            with self.draws.in_thread():
+                for run, args, kwargs, results in self.tape:
+                    made = of_device(run(*args, **kwargs))
+                    for x, new in zip(results, made, strict=True):
+                        if x is not None:
+                            x.copy_(new)
 
     def check_memory(self) -> None:
         if any(x.dropped and x.pool != self.shares for x in self.workspaces):

@@ -55,7 +55,7 @@ BUDGETS: dict[str, Budget] = {
     "compiled_while_loop": Budget(0.62, 0.12, 26, 1, 0),
     "compiled_while_loop_rows_stop": Budget(3.31, 0.44, 24.5, -1.5, 0),
     "compiled_lstm": Budget(0.5, 0, 37, 0, 0),
-    "compiled_dropout": Budget(2.75, 0, 24, 0, 2),
+    "compiled_dropout": Budget(1.25, 0, 24, 0, 2),
     "compiled_array_append": Budget(0.5, 0, 38, 0, 0),
     "array_append": Budget(3, 0, 11, 0, 0),
     "array_prefix": Budget(6.12, 0, 22, 0, 0),

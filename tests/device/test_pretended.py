@@ -234,7 +234,7 @@ def test_a_test_is_excluded_by_its_name_and_case() -> None:
 
 def test_the_native_code_is_short() -> None:
     lines = [line.strip() for path in built.SOURCES for line in path.read_text().splitlines()]
-    assert sum(bool(line) and not line.startswith("//") for line in lines) <= 400
+    assert sum(bool(line) and not line.startswith("//") for line in lines) <= 490
 
 
 SLOW_COMPILER = """#!/bin/sh

@@ -24,7 +24,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "compiler.graph": (12, 5, 14),
     "compiler.targets": (9, 6, 19),
     "compiler.targets.cpu": (10, 4, 14),
-    "compiler.targets.graphs": (7, 5, 14),
+    "compiler.targets.graphs": (8, 5, 17),
     "compiler.targets.ptx": (5, 3, 4),
     "hf": (19, 7, 45),
     "kernels": (9, 5, 13),

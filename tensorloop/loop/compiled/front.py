@@ -26,6 +26,7 @@ from tensorloop.loop.compiled.explain import Explanation, explain_plan, explain_
 from tensorloop.loop.compiled.few_steps import is_left, note
 from tensorloop.loop.compiled.few_steps import note_eager as note_eager
 from tensorloop.loop.compiled.look.autocast import without_autocast
+from tensorloop.loop.compiled.look.draws import UNCHECKED
 from tensorloop.loop.compiled.look.frame import AnswersInPython
 from tensorloop.loop.compiled.look.judged import Appeared, judged
 from tensorloop.loop.compiled.look.look import Look, look, look_closely
@@ -393,8 +394,8 @@ def _make_plan(seen: Look, trace: Trace, looks: Looks | None) -> Plan | Refused:
         cure = "use torch.where, or tl.scan with a tensor in the carry"
         return Refused(f"{said} reads a value in Python, in a loop that carries no tensor", cure, place)
     drawn = [draw.example for draw in seen.draws]
-    trace, ahead = with_going(trace, seen.record.written.shapes()) if trace.answers else (trace, [])
-    next_rows = [seen.record.given[len(seen.frame.carry) + k].detach() for k in ahead]
+    trace, ahead = with_going(trace, seen.record.written.shapes(), UNCHECKED) if trace.answers else (trace, [])
+    next_rows = [[*seen.record.given, *drawn][len(seen.frame.carry) + k].detach() for k in ahead]
     inputs = [*seen.frame.given(), *seen.frame.xs, *drawn, *next_rows, *seen.captures]
     wants = [grad and x.requires_grad for x in inputs]
     reverse = loop.slices is not None and loop.slices.reverse

@@ -1,7 +1,13 @@
 // What the files of the pretended device share; dispatch.cpp says what it is.
 #pragma once
 #include <ATen/CPUGeneratorImpl.h>
+#include <ATen/ops/empty.h>
 #include <c10/core/DeviceGuard.h>
+
+#include <cstring>
+#include <map>
+#include <memory>
+#include <vector>
 
 namespace pretended {
 
@@ -18,26 +24,78 @@ inline c10::Device on_device(c10::DeviceIndex index) {
   return c10::Device(c10::DeviceType::CUDA, index < 0 ? current_device() : index);
 }
 
-// Numbers of a device: a generator of the CPU that says it belongs to the device.
+// Where a generator of CUDA's stands: what is drawn depends on seed and offset alone, and each draw moves the offset on.
+struct Stand {
+  uint64_t seed = c10::default_rng_seed_val, offset = 0;
+};
+
+// What a graph draws from one of them. Its kernels know how far `within` the graph they are, and read where the replay
+// began: at a seed, and at an offset that is moved on by `whole` as soon as the replay is given to the device.
+struct Share {
+  uint64_t whole = 0, within = 0, seed = 0, base = 0;
+};
+
+struct GraphDraws {
+  std::map<std::shared_ptr<Stand>, Share> shares;
+  std::vector<std::shared_ptr<Stand>> order;  // from which it draws, one after the other
+  size_t at = 0;
+  bool replays = false;
+};
+
+// The graph that this thread records or replays.
+GraphDraws*& graph_of_thread();
+
 struct DeviceGenerator final : c10::GeneratorImpl {
-  explicit DeviceGenerator(c10::Device device, at::Generator numbers = at::detail::createCPUGenerator())
-      : GeneratorImpl(device, c10::DispatchKeySet(c10::DispatchKey::CUDA)), numbers(std::move(numbers)) {}
-  void set_current_seed(uint64_t seed) override { offset++, numbers.set_current_seed(seed); }
-  void set_offset(uint64_t) override {}
-  uint64_t get_offset() const override { return offset; }
-  uint64_t current_seed() const override { return numbers.current_seed(); }
-  uint64_t seed() override { return numbers.seed(); }
+  explicit DeviceGenerator(c10::Device device, std::shared_ptr<Stand> stand = std::make_shared<Stand>())
+      : GeneratorImpl(device, c10::DispatchKeySet(c10::DispatchKey::CUDA)), stand(std::move(stand)) {}
+  void set_current_seed(uint64_t seed) override {
+    report("offset", "generator");
+    *stand = {seed, 0};
+  }
+  void set_offset(uint64_t offset) override {
+    report("offset", "generator");
+    TORCH_CHECK(offset % 4 == 0, "offset must be a multiple of 4");
+    stand->offset = offset;
+  }
+  uint64_t get_offset() const override {
+    report("offset", "generator");
+    return stand->offset;
+  }
+  uint64_t current_seed() const override { return stand->seed; }
+  uint64_t seed() override {
+    set_current_seed(c10::detail::getNonDeterministicRandom(false));
+    return stand->seed;
+  }
   void set_state(const c10::TensorImpl& state) override {
-    offset++, numbers.unsafeGetGeneratorImpl()->set_state(state);
+    report("offset", "generator");
+    TORCH_CHECK(state.numel() == sizeof(Stand), "RNG state is wrong size");
+    std::memcpy(stand.get(), state.data(), sizeof(Stand));
   }
   c10::intrusive_ptr<c10::TensorImpl> get_state() const override {
     report("read", "generator");
-    return numbers.unsafeGetGeneratorImpl()->get_state();
+    auto state = at::empty({sizeof(Stand)}, at::TensorOptions(at::kCPU).dtype(at::kByte));
+    std::memcpy(state.data_ptr(), stand.get(), sizeof(Stand));
+    return state.getIntrusivePtr();
   }
-  GeneratorImpl* clone_impl() const override { return new DeviceGenerator(device(), numbers.clone()); }
+  void graphsafe_set_state(const c10::intrusive_ptr<GeneratorImpl>& other) override {
+    stand = static_cast<DeviceGenerator&>(*other).stand;
+  }
+  c10::intrusive_ptr<GeneratorImpl> graphsafe_get_state() const override {
+    return c10::make_intrusive<DeviceGenerator>(device(), stand);
+  }
+  GeneratorImpl* clone_impl() const override { return new DeviceGenerator(device(), std::make_shared<Stand>(*stand)); }
 
+  std::shared_ptr<Stand> stand;
+};
+
+// One draw from a generator: the numbers for it, and where the generator stands behind it.
+struct Draw {
+  explicit Draw(const DeviceGenerator& generator);
+  void moves_on(int64_t numbers);
+
+  std::shared_ptr<Stand> stand;
+  Share* share;  // of the thread's graph
   at::Generator numbers;
-  uint64_t offset = 0;  // as CUDA's, it changes with each draw; here also where CUDA's may be what it was
 };
 
 at::Generator& default_generator(c10::DeviceIndex index);

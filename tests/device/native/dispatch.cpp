@@ -54,7 +54,7 @@ struct Call {
   std::vector<std::pair<at::Tensor, at::Tensor>> tensors;    // (on the device, on the host) of each argument
   std::vector<std::pair<c10::Storage, c10::Storage>> stores;  // the same of their memory
   std::optional<c10::Device> device;                          // of its tensors, or that it is to make some on
-  DeviceGenerator* generator = nullptr;                       // that it was given
+  std::unique_ptr<Draw> draw;                                 // of numbers, by the generator that it was given
   std::optional<c10::Device> other;                           // another device on which it found a tensor
   bool on_host = false, on_host_scalar = false, has_mask = false, hosts_numbers = false;
 
@@ -157,8 +157,8 @@ struct Call {
     }
     hosts_numbers |= value.isGenerator() && value.toGenerator().device().is_cpu();
     if (value.isGenerator() && value.toGenerator().device().is_cuda()) {
-      generator = value.toGenerator().get<DeviceGenerator>();
-      return generator->numbers;
+      draw = std::make_unique<Draw>(*value.toGenerator().get<DeviceGenerator>());
+      return draw->numbers;
     }
     return value;
   }
@@ -210,13 +210,13 @@ struct Call {
 
 // While a device's operation runs, numbers come from its generator: kernels of the CPU ask for the CPU's.
 struct DrawsFromDevice {
-  explicit DrawsFromDevice(const Call& call) {
+  explicit DrawsFromDevice(Call& call) {
     static std::mutex one_at_a_time;
     if (!call.op.hasTag(at::Tag::nondeterministic_seeded) || !call.device || !call.device->is_cuda()) return;
     held = std::unique_lock<std::mutex>(one_at_a_time);
-    auto* generator = call.generator ? call.generator : default_generator(call.device->index()).get<DeviceGenerator>();
-    generator->offset++;
-    numbers = generator->numbers;
+    auto& own = default_generator(call.device->index());
+    if (!call.draw) call.draw = std::make_unique<Draw>(*own.get<DeviceGenerator>());
+    numbers = call.draw->numbers;
     std::swap(hosts(), numbers);
   }
   ~DrawsFromDevice() {
@@ -244,6 +244,7 @@ static void run(const c10::OperatorHandle& op, c10::DispatchKeySet, torch::jit::
         c10::DispatchKeySet(c10::DispatchKey::PythonTLSSnapshot));
     DrawsFromDevice draws(call);
     op.redispatchBoxed(c10::DispatchKeySet(c10::DispatchKey::CPU), stack);
+    if (call.draw) call.draw->moves_on(stack->back().isTensor() ? stack->back().toTensor().numel() : 1);
   }
   if (call.name == "aten::copy_") call.device.reset();
   for (size_t i = stack->size() - schema.returns().size(); i < stack->size(); i++)

@@ -2,6 +2,7 @@
 // done when it is asked for, so streams and events only have names.
 #include "device.h"
 
+#include <ATen/core/PhiloxRNGEngine.h>
 #include <ATen/detail/CUDAHooksInterface.h>
 #include <c10/core/impl/DeviceGuardImplInterface.h>
 
@@ -25,6 +26,31 @@ at::Generator& default_generator(c10::DeviceIndex index) {
   static at::Generator generators[DEVICES] = {
       at::make_generator<DeviceGenerator>(on_device(0)), at::make_generator<DeviceGenerator>(on_device(1))};
   return generators[on_device(index).index()];
+}
+
+// ---- random numbers, and those of graphs
+
+GraphDraws*& graph_of_thread() {
+  static thread_local GraphDraws* graph = nullptr;
+  return graph;
+}
+
+// While a graph records nothing runs, and nobody knows where a replay will begin.
+Draw::Draw(const DeviceGenerator& generator) : stand(generator.stand), share(nullptr) {
+  GraphDraws* graph = graph_of_thread();
+  if (graph && graph->replays) stand = graph->order.at(graph->at++);
+  if (graph && !graph->replays) graph->order.push_back(stand);
+  if (graph) share = &graph->shares[stand];
+  const uint64_t seed = share ? share->seed : stand->seed, offset = share ? share->base + share->within : stand->offset;
+  numbers = at::detail::createCPUGenerator(at::Philox4_32(seed, 0, offset)());
+}
+
+// By fours, as many as 256 threads of 528 blocks take turns to draw four each; not at all where nothing was drawn.
+void Draw::moves_on(int64_t count) {
+  auto drawn = numbers.get<at::CPUGeneratorImpl>()->engine().data();
+  if (drawn.left_ == 1 && drawn.next_ == 0) return;
+  const uint64_t more = 4 * ((std::max<int64_t>(count, 1) - 1) / (256 * 528 * 4) + 1);
+  (share ? share->within : stand->offset) += more;
 }
 
 struct Guard final : c10::impl::DeviceGuardImplInterface {
@@ -140,3 +166,26 @@ static const auto* hooks = new (const_cast<at::CUDAHooksInterface*>(&at::detail:
 static const c10::impl::DeviceGuardImplRegistrar guard(c10::DeviceType::CUDA, new Guard);
 
 }  // namespace pretended
+
+using pretended::GraphDraws;
+
+// What a graph draws: made as it begins to record, and kept for as long as there is the graph.
+extern "C" GraphDraws* draws_make() { return new GraphDraws; }
+extern "C" void draws_drop(GraphDraws* graph) { delete graph; }
+// Who draws in this thread from now on: a graph that records, or nobody's (null). Returns who did before.
+extern "C" GraphDraws* draws_of(GraphDraws* graph) { return std::exchange(pretended::graph_of_thread(), graph); }
+
+extern "C" void draws_recorded(GraphDraws* graph) {
+  for (auto& [stand, share] : graph->shares) share.whole = share.within;
+  graph->replays = true;
+}
+
+// A replay is given to the device: it begins where generators stand, which move on by all that it will draw.
+extern "C" void draws_replayed(GraphDraws* graph) {
+  graph->at = 0;
+  for (auto& [stand, share] : graph->shares) {
+    share = {share.whole, 0, stand->seed, stand->offset};
+    stand->offset += share.whole;
+    for (int of = 0; of < 2; of++) pretended::report("launch", "aten::fill_");  // where it begins is written there
+  }
+}

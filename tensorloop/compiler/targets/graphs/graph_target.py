@@ -25,6 +25,8 @@ _NOT_RECORDED = {
 }
 # Torch computes these on the host, or looks at an outcome there, and no tag says so.
 _ON_THE_HOST = {"linalg_eig", "_linalg_check_errors", "histc"}
+# Ours, whose Python asks nothing: it only launches torch's own operations, which a graph repeats.
+_LAUNCH = {"tensorloop::multinomial_of", "tensorloop::within"}
 _AT_PLACES, _MASKS = {"index", "index_put"}, {torch.bool, torch.uint8}
 
 
@@ -86,7 +88,7 @@ def _why_not(node: fx.Node) -> str:
     if is_part(node):
         return ""
     target: Any = node.target
-    if not isinstance(target, torch._ops.OpOverload) or target.namespace != "aten":
+    if not isinstance(target, torch._ops.OpOverload) or not (target.namespace == "aten" or target._name in _LAUNCH):
         return "is not torch's own: its Python would run once, and not at each step"
     if target._opname in _ON_THE_HOST:
         return "is computed by the host"

@@ -11,14 +11,14 @@ def _choose(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
     for sound, error in _checks(p):
         if not bool(sound):
             raise RuntimeError(error)
-    return _chosen(p, drawn, count, replacement)
+    return choose_unchecked(p, drawn, count, replacement)
 
 
 def _choose_there(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
     """Draws from probabilities on a device, which raises by itself where they are wrong: the host does not wait."""
     for sound, error in _checks(p):
         torch.ops.aten._assert_async.msg(sound, error)
-    return _chosen(p, drawn, count, replacement)
+    return choose_unchecked(p, drawn, count, replacement)
 
 
 def _checks(p: Tensor) -> Iterator[tuple[Tensor, str]]:
@@ -26,7 +26,8 @@ def _checks(p: Tensor) -> Iterator[tuple[Tensor, str]]:
     yield (p.sum(-1) != 0).all(), "invalid multinomial distribution (sum of probabilities <= 0)"
 
 
-def _chosen(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
+def choose_unchecked(p: Tensor, drawn: Tensor, count: int, replacement: bool) -> Tensor:
+    """Chooses from probabilities, whatever they are."""
     if replacement and count > 1:
         below = p.cumsum(-1)
         below = (below / below[..., -1:]).double()

@@ -6,6 +6,7 @@ Only what draws the same number of values whatever the values of its arguments m
 import dataclasses
 import math
 from collections.abc import Callable, Sequence
+from functools import partial
 from typing import Any
 
 import torch
@@ -13,7 +14,7 @@ from torch import Generator, Tensor
 
 from tensorloop.compiler.place import HOST, generator_of
 from tensorloop.loop.compiled.look.call_watch import refusal
-from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE, WITHIN
+from tensorloop.loop.compiled.look.chosen_numbers import CHOOSE, WITHIN, choose_unchecked
 
 _aten = torch.ops.aten
 # Of these only shapes, dtypes and layouts of tensor arguments matter.
@@ -26,14 +27,14 @@ _IN_PLACE = {
 }
 
 
-def _bernoulli(u: Tensor, p: Tensor) -> Tensor:
-    sure = WITHIN(p.detach(), 0.0, 1.0, "bernoulli expects all probabilities to be between 0 and 1")
+def _bernoulli(u: Tensor, p: Tensor, *, within: Any = WITHIN) -> Tensor:
+    sure = within(p.detach(), 0.0, 1.0, "bernoulli expects all probabilities to be between 0 and 1")
     return _reached(torch.where(u < sure, 1.0, 0.0).to(p.dtype), p)
 
 
-def _scaled(z: Tensor, mean: Any, std: Any) -> Tensor:
+def _scaled(z: Tensor, mean: Any, std: Any, *, within: Any = WITHIN) -> Tensor:
     start = mean.detach() if isinstance(mean, Tensor) else mean
-    spread = WITHIN(std.detach(), 0.0, math.inf, "normal expects all elements of std >= 0.0")
+    spread = within(std.detach(), 0.0, math.inf, "normal expects all elements of std >= 0.0")
     return _reached(z * spread + start, mean, std)
 
 
@@ -49,8 +50,14 @@ def _reached(drawn: Tensor, *arguments: Any) -> Tensor:
     return drawn
 
 
-def _chosen(drawn: Tensor, p: Tensor, count: int, replacement: bool = False, **_: Any) -> Tensor:
-    return CHOOSE(p.detach(), drawn, count, replacement)
+def _unchecked(x: Tensor, *_: Any) -> Tensor:
+    return x.clone()
+
+
+def _chosen(
+    drawn: Tensor, p: Tensor, count: int, replacement: bool = False, *, choose: Any = CHOOSE, **_: Any
+) -> Tensor:
+    return choose(p.detach(), drawn, count, replacement)
 
 
 def _dropped(mask: Tensor, x: Tensor, p: float, train: bool | None) -> tuple[Tensor, Tensor]:
@@ -82,6 +89,13 @@ _MADE: dict[Any, tuple[Callable[..., Any], Callable[..., Tensor]]] = {
     _aten.normal.Tensor_float: (lambda into, g, args: into.normal_(0, *args[1:2], generator=g), _shifted),
 }
 
+
+# The same for a next step that there may not be: what is wrong with its arguments is no error yet.
+UNCHECKED: dict[Any, Callable[..., Tensor]] = {
+    _bernoulli: partial(_bernoulli, within=_unchecked),
+    _scaled: partial(_scaled, within=_unchecked),
+    _chosen: partial(_chosen, choose=choose_unchecked),
+}
 
 # Attention, and which of its arguments is `dropout_p`.
 _DROPOUT = {
@@ -131,32 +145,40 @@ class DrawOp:
 
     number: int
     example: Tensor
-    fill: Callable[[Tensor], Any]  # draws into a contiguous tensor
+    fill: Callable[[Tensor, Generator | None], Any]  # draws into a contiguous tensor, from this in place of its own
     made: Callable[..., Any] | None = None  # of what was drawn and the operation's arguments
+    source: int = 0  # which of a step's generators it draws from
 
 
 def draw_op(func: Any, args: Sequence[Any], kwargs: dict[str, Any], out: Tensor, number: int) -> DrawOp:
     """Returns an operation that draws again as this one did; it holds no tensor of the step's but `out`."""
     generator = kwargs.get("generator")
-    if func in _MADE:
-        draw, made = _MADE[func]
-        numbers = [None if isinstance(x, Tensor) else x for x in args]
-        example = _raced(args, out) if func is _aten.multinomial.default else torch.empty_like(out)
-        return DrawOp(number, example, lambda into: draw(into, generator, numbers), made)
     like = [(x.shape, x.stride(), x.dtype, x.device) if isinstance(x, Tensor) else None for x in args]
     rest = [None if isinstance(x, Tensor) else x for x in args]
 
-    def again() -> Any:
-        """Runs the operation on tensors that are like those that it had."""
-        return func(*(x if one is None else _like(*one) for x, one in zip(rest, like, strict=True)), **kwargs)
+    def source(g: Generator | None) -> Generator | None:
+        return generator if generator is None or g is None else g
 
+    def again(g: Generator | None) -> Any:
+        """Runs the operation on tensors that are like those that it had."""
+        given = (x if one is None else _like(*one) for x, one in zip(rest, like, strict=True))
+        return func(*given, **_with(kwargs, source(g)))
+
+    if func in _MADE:
+        draw, made = _MADE[func]
+        example = _raced(args, out) if func is _aten.multinomial.default else torch.empty_like(out)
+        return DrawOp(number, example, lambda into, g: draw(into, source(g), rest), made)
     if func is _aten.native_dropout.default:
-        return DrawOp(number, torch.empty_like(out[1]), lambda into: into.copy_(again()[1]), _dropped)
-    inplace = func._schema.name.endswith("_")
-    if inplace and out.is_contiguous():
+        example = torch.empty_like(out[1])
+        return DrawOp(number, example, lambda into, g: into.copy_(again(g)[1]), _dropped)
+    if func._schema.name.endswith("_") and out.is_contiguous():
         more = args[1:]
-        return DrawOp(number, out, lambda into: func(into, *more, **kwargs))
-    return DrawOp(number, out, lambda into: into.copy_(again()))
+        return DrawOp(number, out, lambda into, g: func(into, *more, **_with(kwargs, source(g))))
+    return DrawOp(number, out, lambda into, g: into.copy_(again(g)))
+
+
+def _with(kwargs: dict[str, Any], generator: Generator | None) -> dict[str, Any]:
+    return {**kwargs, "generator": generator} if "generator" in kwargs else kwargs
 
 
 def _like(shape: Sequence[int], strides: Sequence[int], dtype: torch.dtype, device: torch.device) -> Tensor:

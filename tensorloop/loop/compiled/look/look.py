@@ -276,9 +276,9 @@ def _check_draws(frame: Frame, log: OperationLog, results: StepResults) -> None:
         raise Refused("the body sets the state of a generator", "seed before the loop")
     if not log.draws:
         return
-    if frame.answers:
+    if frame.answers and any(draw.example.is_complex() for draw in log.draws):
         raise Refused(
-            "the body draws random numbers and reads a value of the carry or x in Python",
+            "the body draws complex random numbers and reads a value of the carry or x in Python",
             "draw before the loop and give them as xs",
         )
     tensors = [*frame.carry, *results.carry, *(x[0] for x in frame.xs)]

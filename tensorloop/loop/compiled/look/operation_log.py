@@ -216,6 +216,7 @@ class OperationLog(OperationMode):
         out = func(*args, **kwargs)
         generators.drew(k)
         draw = draw_op(func, args, kwargs, out, len(written.tensors))
+        draw.source = k
         apart = written.knows(out) or draw.made is not None  # what is drawn is made into the result, or copied there
         if apart:
             if draw.made is None:

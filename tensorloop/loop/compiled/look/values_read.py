@@ -7,7 +7,7 @@ plan says after its step whether the next one has the same answers (`with_going`
 
 import dataclasses
 import math
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 from tensorloop._common.user_line import UserLine, user_place
@@ -30,15 +30,16 @@ _FLAT = {aten.take.default}
 _met: dict[Any, set[tuple[str, ...]]] = {}  # by what is known before the first guard: values of all
 
 
-def with_going(trace: Trace, shapes: Sequence[Sequence[int]]) -> tuple[Trace, list[int]]:
+def with_going(trace: Trace, shapes: Sequence[Sequence[int]], unchecked: Mapping[Any, Any]) -> tuple[Trace, list[int]]:
     """The trace of a step that says whether the next one has the same answers: (that, places in xs).
 
     The operations that lead to the answers are done again, on the next carry and on the next slices of xs. Those slices
     are further sequences, a step ahead of the ones at these places. A condition that ends the loop has its say, too.
-    There may be no next step: so an index out of range is brought into it. In a step that is done it is an error.
+    There may be no next step: so an index out of range is brought into it, and of functions that are `unchecked` the
+    others are called, which take any numbers. In a step that is done both are errors.
     `shapes` are those of the step's tensors, by number.
     """
-    again = _Again(trace, shapes)
+    again = _Again(trace, shapes, unchecked)
     going = again.going()
     sequences = [*trace.sequences, *again.ahead.values()]
     operations = [*trace.operations, *again.operations]
@@ -92,8 +93,8 @@ class ValuesRead:
 class _Again:
     """The operations up to the last answer, once more at the end of the step."""
 
-    def __init__(self, trace: Trace, shapes: Sequence[Sequence[int]]) -> None:
-        self.trace, self._shapes = trace, shapes
+    def __init__(self, trace: Trace, shapes: Sequence[Sequence[int]], unchecked: Mapping[Any, Any]) -> None:
+        self.trace, self._shapes, self._unchecked = trace, shapes, unchecked
         self.operations: list[Operation] = []
         self.ahead: dict[int, int] = {}  # from a sequence to the one that is a step ahead
         self._free = 1 + max(trace.inputs + [x.number for o in trace.operations for x in _refs(o.results)])
@@ -112,7 +113,8 @@ class _Again:
             if k in needed:
                 o = trace.operations[k]
                 args, kwargs = self._in_range(o, self._read(o.args)), self._read(o.kwargs)
-                self.operations.append(Operation(o.function, args, kwargs, self._results(o.results), o.place))
+                function = self._unchecked.get(o.function, o.function)
+                self.operations.append(Operation(function, args, kwargs, self._results(o.results), o.place))
         whole = found[0]
         for other in found[1:]:
             whole = self._made(aten.logical_and.default, Ref(whole), Ref(other))

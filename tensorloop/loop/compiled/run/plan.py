@@ -100,7 +100,9 @@ class Plan:
         self.writes: list[Write] = []  # where checkpoints want to take them back
         self.answers: Sequence[bool] = ()  # bools that the body was told: it is the plan of steps with these
         self.asked: tuple[str, UserLine | None] = "", None  # the call and line that asked for the first of them
-        self.ahead: Sequence[int] = ()  # places of xs whose slices of the next step are sequences, too
+        # places of xs and of draws whose slices of the next step are sequences, too
+        self.ahead: Sequence[int] = ()
+        self.drawn: dict[int, Any] = {}  # graphs that draw its random numbers, by stream
         self.longest = 0  # of the stretches of steps that it has run
         self.restless = ""  # why loops that begin with it run no more in stretches
 
@@ -138,8 +140,9 @@ class Plan:
             return self._replays[name]
 
     def keeps_last(self, n: int) -> bool:
-        """Whether a backward keeps the last n of the sequences, as they are."""
-        return all(x in self.saved for x in self.step.sequences[len(self.step.sequences) - n :])
+        """Whether a backward keeps the last n of the sequences, before those that are a step ahead, as they are."""
+        end = len(self.step.sequences) - len(self.ahead)
+        return all(x in self.saved for x in self.step.sequences[end - n : end])
 
     def outs_of(self, given: Sequence[Tensor]) -> list[Tensor]:
         """The step's outs among what the program forward gave."""

@@ -1,6 +1,7 @@
 """From a plan to what a loop gives: its carry and ys, of scans over packed xs stretch by stretch."""
 
 from collections.abc import Callable, Sequence
+from itertools import islice
 from typing import Any
 
 import torch
@@ -92,19 +93,24 @@ def results_of(
     if run.draws is not None and not isinstance(run, RunInBlocks):
         with torch.no_grad(), unseen(), without_autocast():
             drawn = run.draws.between(0, run.steps or 0, run.steps or 1)
-    ahead = [_next_rows(look.frame.xs[k], plan.step.reverse) for k in plan.ahead]
-    parts = [given, [*look.frame.xs, *ahead], look.captures]
+    rows = [*look.frame.xs, *drawn]
+    parts = [given, look.frame.xs, [_next_rows(rows[k], plan.step.reverse) for k in plan.ahead], look.captures]
     if plan.of_pairs:
         parts = [complex_pairs.split_pairs(tensors) for tensors in parts]
-    n, m = len(parts[0]), len(parts[0]) + len(parts[1])
-    whole = in_memory([x for tensors in parts for x in tensors])
-    carried, xs, captures = whole[:n], whole[n:m], whole[m:]
+    whole = iter(in_memory([x for tensors in parts for x in tensors]))
+    carried, xs, ahead, captures = (list(islice(whole, len(tensors))) for tensors in parts)
     # A single number of the host's goes where the loop is.
     captures = [x if x.device == device else x.to(device, non_blocking=True) for x in captures]
-    tensors = [*(x.contiguous() for x in carried), *xs, *drawn, *captures]
+    tensors = [*(x.contiguous() for x in carried), *xs, *drawn, *ahead, *captures]
     if plan.grad:  # autograd keeps none that was made under inference mode
         tensors = [x.clone() if x.is_inference() else x for x in tensors]
-    outputs = _outputs(run, tensors)
+    outputs, behind = (), 0
+    try:
+        outputs = _outputs(run, tensors)
+        behind = run.done
+    finally:
+        if run.draws is not None and behind < (run.steps or 0):
+            run.draws.take_back(behind)  # who does the steps behind draws their numbers
     if plan.of_pairs:
         outputs = complex_pairs.join_pairs(outputs, [*given, *(y for y in look.results.ys if isinstance(y, Tensor))])
     return run.done, list(outputs)
@@ -136,15 +142,22 @@ def _planned(
     loop, lengths, draws = look.frame.loop, look.frame.arrays.starts, None
     if look.draws:
         assert look.record is not None
-        draws = DrawnNumbers(look.draws, look.record.written.generators.seen, reverse=plan.step.reverse)
+        seen = look.record.written.generators.seen
+        draws = DrawnNumbers(look.draws, seen, reverse=plan.step.reverse, graphs=plan.drawn)
         if checkpoints is None and plan.grad and (steps or 0) > MOST_STEPS and not plan.keeps_last(draws.tensors):
             raise Refused(
                 f"numbers drawn for more than {MOST_STEPS} steps, which the backward does not need, would be held",
                 "give checkpoints=",
             )
+        if plan.answers and checkpoints is not None and plan.grad:
+            raise Refused(
+                "the body draws random numbers and reads a value in Python, with checkpoints=",
+                "read none: torch.distributions take validate_args=False",
+                plan.asked[1],
+            )
     if checkpoints is not None and plan.grad:
         blocks = blocks_of(plan, checkpoints, plan.step.going is None and ask is None)
-    elif draws is not None and not plan.grad:
+    elif draws is not None and not plan.grad and not plan.answers:
         blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
     elif steps is None:
         return RunInParts(plan, None, lengths=lengths, ask=ask, most=loop.length)

@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Generator, Tensor
 
 from tensorloop.compiler.refused import VALUES, Refused
 from tensorloop.loop.compiled.look.frame import Frame
@@ -25,6 +25,7 @@ MOST_COURSES = 4  # plans of a loop, by the answers that the body gets
 SHORT, WORTH = 16, 80  # after so many stretches, each must have had so many operations: about what beginning one costs
 CHUNK = 64  # steps, from which short stretches have their slices of xs
 LARGE = 8  # stretches of this part of all steps, or more, have theirs from xs itself
+MOST_NUMBERS = 128  # steps whose random numbers are there at once, where no backward needs them
 LEAST = 8  # steps for which a stretch makes room
 
 
@@ -32,12 +33,34 @@ def run_by_answers(
     look: Look, plan: Plan, checkpoints: CheckpointsArg, look_at: Callable[[Loop], tuple[Look, Plan]]
 ) -> tuple[Loop, State]:
     """Runs a loop in stretches: (the loop as it ended, its carry's leaves); `look_at` is for later stretches."""
+    stood = list[tuple[Generator, Tensor]]()
+    try:
+        return _in_stretches(look, plan, checkpoints, look_at, stood)
+    except BaseException:  # a refusal among them: all of it runs anew, from the same random numbers on
+        for g, state in stood:
+            g.set_state(state)
+        raise
+
+
+def _in_stretches(
+    look: Look,
+    plan: Plan,
+    checkpoints: CheckpointsArg,
+    look_at: Callable[[Loop], tuple[Look, Plan]],
+    stood: list[tuple[Generator, Tensor]],
+) -> tuple[Loop, State]:
+    """Runs a loop in stretches; `stood` becomes the generators that it draws from, and their states before it."""
     loop, first, known, columns = look.frame.loop, plan, dict[Any, tuple[Look, Plan]](), list[Sequence[Any]]()
     parts, state, done, streak = _Parts(loop), loop.init, 0, 0
     while True:
+        if look.draws and look.record is not None:
+            met = {id(g) for g, _ in stood}
+            stood += [(g, g.get_state()) for g in look.record.written.generators.seen if id(g) not in met]
         known[tuple(plan.answers), look.frame.root] = look, plan
         _check(first, len({answers for answers, _ in known}), len(columns), done)
         room = parts.room(plan, streak, done)
+        if look.draws and not plan.grad:
+            room = min(room or MOST_NUMBERS, MOST_NUMBERS)
         while True:
             look = dataclasses.replace(look, frame=Frame(parts.loop(state, done, room, kept=True)))
             try:
