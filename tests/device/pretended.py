@@ -82,11 +82,11 @@ class Watch:
     def one_launch(self, operation: str) -> Iterator[None]:
         """What this thread launches meanwhile is that of one operation."""
         self.tell(b"launch", operation.encode())
-        self.inside.one = True
+        before, self.inside.one = getattr(self.inside, "one", False), True
         try:
             yield
         finally:
-            self.inside.one = False
+            self.inside.one = before
 
     def tell(self, what: bytes, operation: bytes) -> int:
         kind, name = what.decode(), operation.decode()

@@ -9,7 +9,7 @@ import contextlib
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -211,6 +211,33 @@ class Recorder(MemoryMode):
             for x in self.graph.fresh:
                 poison(x)
         self.graph.outside = [whole for whole, before in self.known.values() if before is not whole]
+
+
+@contextlib.contextmanager
+def launched(stream: int, words: Sequence[int], again: Callable[[], None]) -> Iterator[None]:
+    """A launch by the driver, done inside: where this thread records it is written down, with the memory that it is given.
+
+    A kernel does not say what it writes: all that is from before and no tensor of the recording is put back.
+    """
+    recorder = getattr(here, "recorder", None)
+    if recorder is None:
+        yield
+        return
+    if recorder.error is not None:
+        refuse("operation failed due to a previous error during capture")
+    if stream != recorder.stream[1]:
+        refuse("a stream that does not record was given work of one that does")
+    with unseen():
+        held = [x for x, _ in recorder.known.values() if any(lies_in(x, word) for word in words)]
+        for x in held:
+            recorder.keep(x)
+    yield
+    recorder.graph.asked += 1
+    recorder.graph.tape.append(Operation(lambda *_: again(), held, {}, []))
+
+
+def lies_in(memory: Tensor, word: int) -> bool:
+    return memory.data_ptr() <= word < memory.data_ptr() + memory.nbytes
 
 
 class Graph:

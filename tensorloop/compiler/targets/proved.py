@@ -61,7 +61,7 @@ class Oracle:
         self._slots = [shape_of(n)[0] if grows(n) else None for n in step.carry]
 
     def expected(self, call: CoreCall, rounded: bool = False) -> Run:
-        """Returns what a call gives, run on copies; `rounded` moves its carry by some roundings."""
+        """Returns what a call gives, run on copies; `rounded` moves its carry by some roundings, or all that moves."""
         return self.run(self.eager, self.copied(call, call.steps, rounded))
 
     def run(self, core: Core, call: CoreCall) -> Run:
@@ -87,12 +87,13 @@ class Oracle:
     def copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
         """Returns the first steps of a call in memory of their own; it shows which outs are not written."""
         part = slice(call.steps - steps, call.steps) if self._reverse else slice(steps)
+        fed = rounded and not call.carry  # a step that carries nothing magnifies the roundings of what it is given
         with torch.no_grad():
             return CoreCall(
                 steps,
                 [x.clone() for x in call.invariants],
-                [(x if whole else x[part]).clone() for x, whole in zip(call.sequences, self._whole, strict=True)],
-                [_rounded(x) if rounded else x.clone() for x in call.carry],
+                [_copied(x if whole else x[part], fed) for x, whole in zip(call.sequences, self._whole, strict=True)],
+                [_copied(x, rounded) for x in call.carry],
                 [unwritten(x[part]) for x in call.outs],
                 [x.clone() for x in call.sums],
                 call.lengths,
@@ -210,8 +211,8 @@ def _bound(dtype: torch.dtype) -> float:
     return CLOSE.get(dtype, torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def _rounded(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
+def _copied(x: Tensor, rounded: bool) -> Tensor:
+    if not rounded or not x.is_floating_point():
         return x.clone()
     return x + (x.abs() + 1) * (4 * torch.finfo(x.dtype).eps)
 

@@ -7,7 +7,7 @@ from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
 from tensorloop.compiler.emitter.device.lanes import MANY, GroupRows, LaneShare, share_lanes
 from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, carry_beside_outs, near_matrices, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
-from tensorloop.compiler.emitter.device.waits import WaitPlanner
+from tensorloop.compiler.emitter.device.waits import STEPS, WaitPlanner
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
@@ -25,6 +25,8 @@ ENOUGH_LANES = 256  # of a group, where nobody says how many: more wait longer f
 
 class KernelPlan:
     """A step's kernels put together for a device: who does what, where it lies, and where lanes wait."""
+
+    steps = STEPS  # that are gone through for waits
 
     def __init__(self, step: LoweredStep, device: Device) -> None:
         _refuse(step)
@@ -76,7 +78,7 @@ class KernelPlan:
             most = 1
             for unit, dim in zip(self.units, self.dims, strict=True):
                 part = self.rows.share / self.rows.count if self.rows is not None and dim is not None else 1
-                most = max(most, math.ceil(part * _elements_of(unit)))
+                most = max(most, math.ceil(part * elements_of(unit)))
             lanes = min(ENOUGH_LANES, -(-most // WARP) * WARP)
         if not 0 < lanes <= MOST_LANES:
             raise Unsupported(f"{lanes} lanes of a group, of which there are at most {MOST_LANES}")
@@ -134,7 +136,7 @@ class KernelPlan:
         first += [touch for one in self.near.values() for touch in touches.of(one.load, one.row, self.loading(one))]
         parts = [touches.of(*given) for given in zip(self.units, self.dims, self.shares, strict=True)]
         ranges = {buffer: (at, at + self.room(buffer)) for buffer, at in self.offsets.items()}
-        self.waits = WaitPlanner(step, ranges).plan(parts, first, last)
+        self.waits = WaitPlanner(step, ranges, self.steps).plan(parts, first, last)
 
     def whole(self, array: Array) -> LaneShare:
         """Returns how lanes share a carry that is copied."""
@@ -156,7 +158,7 @@ def _refuse(step: LoweredStep) -> None:
         raise Unsupported(f"{step.called[0].target}, which torch does", step.called[0])
 
 
-def _elements_of(unit: Unit) -> int:
+def elements_of(unit: Unit) -> int:
     """Returns how many elements a unit makes; along an array there are enough for all lanes."""
     if isinstance(unit, Scatter):
         return unit.source.numel

@@ -12,13 +12,16 @@ from tensorloop._torch.cuda_numbers import switches
 from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.graphs.fused_step import FusedStep
 from tensorloop.compiler.targets.graphs.held import NoRoom
 from tensorloop.compiler.targets.graphs.recorded import SIZES, Differs, Recorded
 from tensorloop.compiler.targets.graphs.slot_room import Room, has_arrays
 from tensorloop.compiler.targets.graphs.step_in_place import InPlace
 from tensorloop.compiler.targets.proved import Oracle, raised, warn_of
+from tensorloop.compiler.targets.ptx import PieceFailed
 
 GRAPHS = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
+FUSED = f"{GRAPHS} with kernels of their own"
 AGAIN = 8  # calls that go by after a failure before graphs are tried again; so many times as many after the next one
 
 
@@ -55,12 +58,13 @@ class GraphCore:
         self._recorded: dict[Settings, Recorded] = {}
         self._failed: GraphFailure | None = None
         self._room = Room(step) if has_arrays(step) else None
+        self._fused = FusedStep(step, self.eager.module)
 
     @property
     def way(self) -> str:
         """Says how the steps run."""
         if self._failed is None or not self._failed.why:
-            return GRAPHS
+            return f"{GRAPHS}, since {FUSED} {self._fused.why_not}" if self._fused.why_not else GRAPHS
         why, _, left = self._failed
         again = "" if left is None else f"; they are tried again after {left} more calls"
         return f"{self.eager.way}, since {GRAPHS} {why}{again}"
@@ -93,12 +97,16 @@ class GraphCore:
                 fault = raised(failed.error)
             except NoRoom as full:
                 fault = str(full)
-            except Differs as difference:
+            except (Differs, PieceFailed) as difference:
                 fault, lasts = str(difference), True
             except Exception as error:
                 fault = raised(error)
             self._recorded.clear()
             recorded = None  # before what may need its memory
+            if lasts and self._fused.used:  # a rung down are graphs of torch's operations alone
+                self._fused.give_up(fault)
+                warn_of(self._device, FUSED, GRAPHS, fault)
+                return self._run(call, who)
             found = self.eager(call)  # raises what a step raises: then graphs have not failed
         self._fail(fault, lasts)
         return found
@@ -135,7 +143,7 @@ class GraphCore:
             found = self._recorded.get(key)
             if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
                 slots = slots if found is None else [*map(max, slots, found.slots)]
-                module = self.eager.module if self._room is None else InPlace(self._step, slots).module
+                module = self._fused.module() if self._room is None else InPlace(self._step, slots).module
                 drop = _drop_from(weakref.ref(self), key)
                 found = self._recorded[key] = Recorded(self._step, module, self._oracle, slots, drop)
         found.held.used()

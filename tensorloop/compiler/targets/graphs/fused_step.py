@@ -1,0 +1,108 @@
+"""A step with its pieces as kernels of ours, for graphs of fewer launches; torch's own operations where those fail."""
+
+import dataclasses
+import operator
+import threading
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from torch import Tensor, fx
+
+from tensorloop._torch.grad_modes import lasting
+from tensorloop._torch.tracing import without_modes
+from tensorloop.compiler.operations import is_part, shares_memory
+from tensorloop.compiler.step import Step, Unsupported
+from tensorloop.compiler.targets import ptx
+from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.graphs.pieces import Piece, cut
+
+Run = Callable[..., list[Tensor]]
+
+
+class Joined(NamedTuple):
+    """A step with calls in the place of pieces, its launches, those of kernels of ours, why pieces are torch's."""
+
+    step: Step
+    launches: int
+    kernels: int
+    lacking: tuple[str, ...]
+
+
+class FusedStep:
+    """What a graph records: kernels where there are some, until `give_up`."""
+
+    def __init__(self, step: Step, plain: fx.GraphModule) -> None:
+        self._step, self._plain, self._lock = step, plain, threading.Lock()
+        self._fused: fx.GraphModule | None = None
+        self.why_not = ""  # why a step that had kernels has none any more
+
+    @property
+    def used(self) -> bool:
+        """Whether kernels of ours are in what is recorded."""
+        return not self.why_not and self._fused is not None and self._fused is not self._plain
+
+    def module(self) -> fx.GraphModule:
+        """Returns the step as it is to be recorded; its kernels are made once."""
+        with self._lock:
+            if self.why_not:
+                return self._plain
+            if self._fused is None:
+                self._fused = self._made()
+            return self._fused
+
+    def _made(self) -> fx.GraphModule:
+        with lasting(), without_modes():
+            joined = join(self._step, lambda piece: (found := ptx.PieceKernels(piece.step), len(found.text.modules)))
+        return EagerCore(joined.step).module if joined.kernels else self._plain
+
+    def give_up(self, why: str) -> None:
+        """Leaves all to torch's operations from now on."""
+        self.why_not = why
+
+
+def join(step: Step, make: Callable[[Piece], tuple[Run, int]]) -> Joined:
+    """Returns a step with what `make` makes of its pieces, and how many launches each is.
+
+    A piece of which nothing is made, or that is as many launches as it has operations, stays as it is.
+    """
+    found, home, lacking = cut(step), dict[fx.Node, tuple[Piece, Run]](), dict[str, None]()
+    kernels, launches = 0, sum(not shares_memory(n) and not is_part(n) for n in found.order if n.op == "call_function")
+    for piece in found.pieces:
+        try:
+            run, count = make(piece)
+        except Unsupported as lack:
+            lacking[lack.reason] = None
+            continue
+        if count < len(piece.own):
+            home |= dict.fromkeys(piece.own, (piece, run))
+            kernels, launches = kernels + count, launches + count - len(piece.own)
+    return Joined(_with_calls(step, found.order, home), launches, kernels, tuple(lacking))
+
+
+def _with_calls(step: Step, order: Any, home: dict[fx.Node, tuple[Piece, Run]]) -> Step:
+    graph, new, begun = fx.Graph(), dict[fx.Node, fx.Node](), set[int]()
+    for n in order:
+        if n not in home:
+            if all(a in new for a in n.all_input_nodes):  # else it is a look at what its piece alone has
+                new[n] = graph.node_copy(n, lambda a: new[a])
+            continue
+        piece, run = home[n]
+        if id(piece) in begun:
+            continue
+        begun.add(id(piece))
+        call = graph.call_function(_named(run), tuple(new[a] for a in piece.given))
+        for i, out in enumerate(piece.outs):
+            new[out] = graph.call_function(operator.getitem, (call, i))
+            new[out].meta = dict(out.meta)
+    names = ("invariants", "sequences", "carry", "next_carry", "outs", "sums")
+    roles: Any = {name: tuple(new[n] for n in getattr(step, name)) for name in names}
+    return dataclasses.replace(step, graph=graph, going=None if step.going is None else new[step.going], **roles)
+
+
+def _named(run: Run) -> Run:
+    """A function, which is what a graph calls."""
+
+    def piece(*given: Tensor) -> list[Tensor]:
+        return run(*given)
+
+    return piece
