@@ -28,7 +28,7 @@ class Twin(NamedTuple):
 
 
 class PieceTwin(NamedTuple):
-    """One kernel of a piece as lanes: its module, how many there are, and bytes of scratch memory with and without theirs."""
+    """One kernel of a piece as lanes: its module, how many there are, bytes of scratch memory with theirs."""
 
     own: PieceText
     module: str

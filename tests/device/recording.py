@@ -215,7 +215,7 @@ class Recorder(MemoryMode):
 
 @contextlib.contextmanager
 def launched(stream: int, words: Sequence[int], again: Callable[[], None]) -> Iterator[None]:
-    """A launch by the driver, done inside: where this thread records it is written down, with the memory that it is given.
+    """A launch by the driver, done inside: where this thread records, it is written down with the memory that it has.
 
     A kernel does not say what it writes: all that is from before and no tensor of the recording is put back.
     """

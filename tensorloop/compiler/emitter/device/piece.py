@@ -5,6 +5,7 @@ written is there for the next.
 """
 
 import dataclasses
+import itertools
 from collections.abc import Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_ARGUMENTS, WARP, Device
@@ -72,7 +73,7 @@ def piece_text(step: LoweredStep, device: Device) -> PieceText:
         if not isinstance(unit, WalkGroup) or any(isinstance(walk, Gather) for walk in unit.walks):
             raise Unsupported(f"{type(unit).__name__} in a kernel of the whole device")
     starts = [0, *(n for n, waits in enumerate(plan.waits.before) if waits), len(plan.units)]
-    modules = tuple(_module(plan, range(*pair)) for pair in zip(starts, starts[1:], strict=False))
+    modules = tuple(_module(plan, range(*pair)) for pair in itertools.pairwise(starts))
     return PieceText(modules, plan.blocks, plan.threads, plan.scratch if plan.offsets else 0)
 
 

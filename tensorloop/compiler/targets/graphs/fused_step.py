@@ -3,18 +3,19 @@
 import dataclasses
 import operator
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, fx
 
 from tensorloop._torch.grad_modes import lasting
 from tensorloop._torch.tracing import without_modes
-from tensorloop.compiler.operations import is_part, shares_memory
+from tensorloop.compiler.operations import shares_memory
 from tensorloop.compiler.step import Step, Unsupported
 from tensorloop.compiler.targets import ptx
 from tensorloop.compiler.targets.eager import EagerCore
-from tensorloop.compiler.targets.graphs.pieces import Piece, cut
+from tensorloop.compiler.targets.graphs.pieces import Piece, cut, is_free, seen_beyond
 
 Run = Callable[..., list[Tensor]]
 
@@ -65,31 +66,33 @@ def join(step: Step, make: Callable[[Piece], tuple[Run, int]]) -> Joined:
 
     A piece of which nothing is made, or that is as many launches as it has operations, stays as it is.
     """
-    found, home, lacking = cut(step), dict[fx.Node, tuple[Piece, Run]](), dict[str, None]()
-    kernels, launches = 0, sum(not shares_memory(n) and not is_part(n) for n in found.order if n.op == "call_function")
+    found, home, lacking, kernels = cut(step), dict[fx.Node, tuple[Piece, Run]](), dict[str, None](), 0
     for piece in found.pieces:
         try:
             run, count = make(piece)
         except Unsupported as lack:
             lacking[lack.reason] = None
             continue
-        if count < len(piece.own):
+        if count < piece.launches:
             home |= dict.fromkeys(piece.own, (piece, run))
-            kernels, launches = kernels + count, launches + count - len(piece.own)
-    return Joined(_with_calls(step, found.order, home), launches, kernels, tuple(lacking))
+            kernels += count
+    joined = _with_calls(step, found.order, home)
+    torchs = (n for n in joined.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
+    return Joined(joined, kernels + sum(not shares_memory(n) for n in torchs), kernels, tuple(lacking))
 
 
-def _with_calls(step: Step, order: Any, home: dict[fx.Node, tuple[Piece, Run]]) -> Step:
-    graph, new, begun = fx.Graph(), dict[fx.Node, fx.Node](), set[int]()
+def _with_calls(step: Step, order: Sequence[fx.Node], home: Mapping[fx.Node, tuple[Piece, Run]]) -> Step:
+    """The step with a call where the first operation of a piece stands; what only a piece looks at goes with it."""
+    graph, new, begun, needed = fx.Graph(), dict[fx.Node, fx.Node](), set[Piece](), seen_beyond(step, home)
     for n in order:
         if n not in home:
-            if all(a in new for a in n.all_input_nodes):  # else it is a look at what its piece alone has
+            if n.op == "placeholder" or n in needed or not is_free(n):
                 new[n] = graph.node_copy(n, lambda a: new[a])
             continue
         piece, run = home[n]
-        if id(piece) in begun:
+        if piece in begun:
             continue
-        begun.add(id(piece))
+        begun.add(piece)
         call = graph.call_function(_named(run), tuple(new[a] for a in piece.given))
         for i, out in enumerate(piece.outs):
             new[out] = graph.call_function(operator.getitem, (call, i))

@@ -6,28 +6,33 @@ so that little is left on the levels before.
 """
 
 import dataclasses
-from collections.abc import Mapping, Sequence
+from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
 from torch import Tensor, fx
 
 from tensorloop.compiler.divide.partition import extract
 from tensorloop.compiler.graph.core_operations import in_core_operations
-from tensorloop.compiler.operations import is_constant, is_part, is_view, traits, values_of
+from tensorloop.compiler.operations import is_constant, is_part, is_view, shares_memory, traits, values_of
 from tensorloop.compiler.step import Step
 
 SMALL = ("view", "pointwise", "reduction", "movement", "constant")  # kinds of which pieces are made
-LONGEST = 1024  # elements that one number is made of; the lanes of a warp share them, and torch has whole blocks for more
+LONGEST = 1024  # elements that one number is made of: a warp shares them at most, where torch has whole blocks
 FEWEST = 2  # operations of a piece: one is one launch of torch's
 
 
 class Piece(NamedTuple):
-    """Operations that become a kernel: a step without a carry, and what it is given and gives, in the graph it is of."""
+    """Operations that become kernels: a step without a carry, and in the graph that it is of what it is given."""
 
     step: Step
     own: tuple[fx.Node, ...]  # its operations; the step has views and constants that they need, too
     given: tuple[fx.Node, ...]
     outs: tuple[fx.Node, ...]
+
+    @property
+    def launches(self) -> int:
+        """Returns how many launches of torch's these are."""
+        return _launches(self.own)
 
 
 class Cut(NamedTuple):
@@ -44,19 +49,23 @@ def cut(step: Step) -> Cut:
     levels = _levels(nodes, small)
     by_level: dict[int, list[fx.Node]] = {}
     for n in nodes:
-        if n in small and not _is_free(n):
+        if n in small and not is_free(n):
             by_level.setdefault(levels[n], []).append(n)
-    found = [_piece(step, own) for own in by_level.values() if len(own) >= FEWEST]
+    found = [_piece(step, own) for own in by_level.values() if _launches(own) >= FEWEST]
     inputs = [n for n in step.graph.nodes if n.op == "placeholder"]
     # On one level operations of torch's come first; what looks at a result stands behind it.
-    late = {n for n in nodes if n in small and not _is_free(n)}
+    late = {n for n in nodes if n in small and not is_free(n)}
     for n in nodes:
-        if _is_free(n) and any(a in late and levels[a] == levels[n] for a in n.all_input_nodes):
+        if is_free(n) and any(a in late and levels[a] == levels[n] for a in n.all_input_nodes):
             late.add(n)
     return Cut([*inputs, *sorted(nodes, key=lambda n: (levels[n], n in late))], found)
 
 
-def _is_free(n: fx.Node) -> bool:
+def _launches(own: Sequence[fx.Node]) -> int:
+    return sum(not shares_memory(n) for n in own)
+
+
+def is_free(n: fx.Node) -> bool:
     """Whether a node launches nothing wherever it stands."""
     return is_view(n) or (is_constant(n) and traits(n).kind == "constant")
 
@@ -87,7 +96,7 @@ def _levels(nodes: Sequence[fx.Node], small: set[fx.Node]) -> Mapping[fx.Node, i
     for n in reversed(nodes):
         last[n] = min((last[u] - deep[u] for u in n.users if u in deep), default=deepest)
     for n in nodes:  # a look at something, and a part, are where that is
-        if _is_free(n) or is_part(n):
+        if is_free(n) or is_part(n):
             last[n] = max((last.get(a, 0) for a in n.all_input_nodes), default=0)
     return last
 
@@ -98,13 +107,13 @@ def _piece(step: Step, own: Sequence[fx.Node]) -> Piece:
     left = [a for n in own for a in n.all_input_nodes]
     while left:
         a = left.pop()
-        if _is_free(a) and a not in free:
+        if is_free(a) and a not in free:
             free.add(a)
             left += a.all_input_nodes
-        elif not _is_free(a) and a not in members:
+        elif not is_free(a) and a not in members:
             given.add(a)
     inside = [n for n in step.graph.nodes if n in members or n in free]
-    seen = _seen(step, members)
+    seen = seen_beyond(step, members)
     outs = tuple(n for n in own if n in seen)
     inputs = tuple(n for n in step.graph.nodes if n in given)
     bare = dataclasses.replace(
@@ -113,12 +122,12 @@ def _piece(step: Step, own: Sequence[fx.Node]) -> Piece:
     return Piece(extract(bare, (), inputs, inside, outs), tuple(own), inputs, outs)
 
 
-def _seen(step: Step, members: set[fx.Node]) -> set[fx.Node]:
+def seen_beyond(step: Step, members: Container[fx.Node]) -> set[fx.Node]:
     """Returns what is seen of a step from outside of some operations, with all that it is a look at."""
-    others = (n for n in step.graph.nodes if n.op == "call_function" and n not in members and not _is_free(n))
+    others = (n for n in step.graph.nodes if n.op == "call_function" and n not in members and not is_free(n))
     left, found = [*step.outputs, *(a for n in others for a in n.all_input_nodes)], set[fx.Node]()
     while left:
         found.add(n := left.pop())
-        if _is_free(n):
+        if is_free(n):
             left += n.all_input_nodes
     return found
