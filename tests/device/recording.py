@@ -227,11 +227,12 @@ def launched(stream: int, words: Sequence[int], again: Callable[[], None]) -> It
         refuse("operation failed due to a previous error during capture")
     if stream != recorder.stream[1]:
         refuse("a stream that does not record was given work of one that does")
-    with unseen():
+    with unseen(), _disable_current_modes():
         held = [x for x, _ in recorder.known.values() if any(lies_in(x, word) for word in words)]
         for x in held:
             recorder.keep(x)
-    yield
+    with _disable_current_modes():
+        yield
     recorder.graph.asked += 1
     recorder.graph.tape.append(Operation(lambda *_: again(), held, {}, []))
 

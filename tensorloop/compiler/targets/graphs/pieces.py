@@ -6,6 +6,7 @@ so that little is left on the levels before.
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
 
@@ -95,10 +96,22 @@ def _levels(nodes: Sequence[fx.Node], small: set[fx.Node]) -> Mapping[fx.Node, i
     deepest, last = max(first.values(), default=0), dict[fx.Node, int]()
     for n in reversed(nodes):
         last[n] = min((last[u] - deep[u] for u in n.users if u in deep), default=deepest)
-    for n in nodes:  # a look at something, and a part, are where that is
-        if is_free(n) or is_part(n):
-            last[n] = max((last.get(a, 0) for a in n.all_input_nodes), default=0)
+    _look_where_it_is(nodes, last)
+    own = [n for n in nodes if n in small and not is_free(n)]
+    held = Counter(last[n] for n in own)
+    for n in own:  # what would be alone goes where others are, if it can be there already
+        there = range(max((last.get(a, 0) for a in n.all_input_nodes), default=0), last[n])
+        if held[last[n]] == 1 and (before := [level for level in there if held[level]]):
+            last[n] = before[-1]
+    _look_where_it_is(nodes, last)
     return last
+
+
+def _look_where_it_is(nodes: Sequence[fx.Node], levels: dict[fx.Node, int]) -> None:
+    """Puts a look at something, and a part of it, on the level of that."""
+    for n in nodes:
+        if is_free(n) or is_part(n):
+            levels[n] = max((levels.get(a, 0) for a in n.all_input_nodes), default=0)
 
 
 def _piece(step: Step, own: Sequence[fx.Node]) -> Piece:

@@ -75,7 +75,7 @@ class PieceKernels:
             expected = self._oracle.expected(call)
             self._launch(given, [x[0] for x in call.outs])
             if fault := self._oracle.fault(call, self._oracle.gives(call, [], 1), expected):
-                raise PieceFailed(f"of {len(self.text.modules)} launches {fault}")
+                raise PieceFailed(fault)
 
 
 def _nvptx(facts: DeviceFacts) -> WholeNvptx:
