@@ -188,7 +188,7 @@ def start() -> None:
     torch._C._host_emptyCache = torch._C._cuda_emptyCache = lambda: None  # pyright: ignore
     torch._C._cuda_clearCublasWorkspaces = recording.drop_workspaces  # pyright: ignore
     driver.open_library = lambda: DRIVER
-    pieces.FEWEST = sys.maxsize  # no kernels in graphs, but for tests of them: each takes a second to be made here
+    pieces.SMALL = ()  # no kernels in graphs, but for tests of them: each takes a second to be made here
     torch._C._set_cudnn_enabled(False)  # torch's samples of operations forbid to set the flag itself
     torch.cuda.manual_seed_all(torch.initial_seed())
     # A device's thread of autograd drops its last task after `backward` has returned, and needs Python for that.

@@ -217,7 +217,7 @@ class Recorder(MemoryMode):
 def launched(stream: int, words: Sequence[int], again: Callable[[], None]) -> Iterator[None]:
     """A launch by the driver, done inside: where this thread records, it is written down with the memory that it has.
 
-    A kernel does not say what it writes: all that is from before and no tensor of the recording is put back.
+    A kernel does not say what it writes: of memory from before all is put back that torch's operations have met.
     """
     recorder = getattr(here, "recorder", None)
     if recorder is None:

@@ -26,13 +26,14 @@ from tests.support.pretended_driver import Launch
 from tests.support.recurrences import Given
 from tests.support.recurrent_cells import CELLS
 
+KINDS = ("view", "pointwise", "reduction", "movement", "constant")
 Loop = tuple[Callable[[Any], Any], list[Tensor]]
 
 
 @pytest.fixture(autouse=True)
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedKernels]:
     """Pieces are made, and no plan is there yet."""
-    monkeypatch.setattr(pieces, "FEWEST", 2)
+    monkeypatch.setattr(pieces, "SMALL", KINDS)
     found = kernels.start()
     plans.clear()
     yield found
@@ -119,8 +120,8 @@ NODES = {"lstm": ((14, 28), (5, 5)), "gru": ((15, 24), (5, 6)), "gated": ((16, 2
 def test_nodes_of_a_step(name: str, monkeypatch: pytest.MonkeyPatch) -> None:
     run, given = LOOPS[name](1, 4, 256)
     found = []
-    for fewest in (10**9, 2):
-        monkeypatch.setattr(pieces, "FEWEST", fewest)
+    for kinds in ((), KINDS):
+        monkeypatch.setattr(pieces, "SMALL", kinds)
         plans.clear()
         results(run, given, "strict")
         found.append(tuple(map(nodes, cores())))
@@ -246,7 +247,7 @@ def plain(core: GraphCore, step: Step, given: Given) -> None:
 
 def test_explain_counts_them(monkeypatch: pytest.MonkeyPatch) -> None:
     assert said().endswith("; it has 2 launches a step, 1 of them ours, for 11 operations")
-    monkeypatch.setattr(pieces, "FEWEST", 10**9)
+    monkeypatch.setattr(pieces, "SMALL", ())
     assert said().endswith("; it has 11 operations a step")
 
 

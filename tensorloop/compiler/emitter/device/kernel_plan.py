@@ -58,7 +58,7 @@ class KernelPlan:
             self.offsets, self.scratch = self._place()
         # What text of a device needs for itself is not counted before: the same is near on each device with such room.
         self.scratch += self.device.own_scratch(self.lanes)
-        self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
+        self.shares = [self.share(*pair) for pair in zip(self.units, self.dims, strict=True)]
         self.packed = _packed(self.units)
         self.grown = find_grown(self.units, self.stored)
 
@@ -70,6 +70,10 @@ class KernelPlan:
         share = -(-self.split.count // max(1, self.device.groups))
         groups = -(-self.split.count // share)
         return GroupRows(self.split.count, share, groups) if groups > 1 else None
+
+    def share(self, unit: Unit, row: int | None) -> LaneShare:
+        """Returns how the lanes of a group share a unit whose rows are along a dim."""
+        return share_lanes(unit, row, self.rows, self.lanes)
 
     def _lanes(self) -> int:
         """Returns the lanes of a group: as the device says, or enough for the unit with most elements."""
@@ -141,11 +145,11 @@ class KernelPlan:
     def whole(self, array: Array) -> LaneShare:
         """Returns how lanes share a carry that is copied."""
         group = copying(array)
-        return share_lanes(group, 0 if self.has_rows(array.buffer) else None, self.rows, self.lanes)
+        return self.share(group, 0 if self.has_rows(array.buffer) else None)
 
     def loading(self, one: NearMatrix) -> LaneShare:
         """Returns how lanes share a matrix that is copied into fast memory."""
-        return share_lanes(one.load, one.row, self.rows, self.lanes)
+        return self.share(one.load, one.row)
 
     def is_apart(self, n: int) -> bool:
         """Whether each group has a sum of its own."""

@@ -11,14 +11,16 @@ from collections.abc import Sequence
 from tensorloop.compiler.emitter.device.devices import MOST_ARGUMENTS, WARP, Device
 from tensorloop.compiler.emitter.device.kernel_body import KernelBody, LaneMemory, Names
 from tensorloop.compiler.emitter.device.kernel_plan import ENOUGH_LANES, KernelPlan, elements_of
+from tensorloop.compiler.emitter.device.lanes import LaneShare, share_lanes
 from tensorloop.compiler.emitter.ir.code import Code
 from tensorloop.compiler.emitter.ir.kernels import Gather
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.elements import Pointers
-from tensorloop.compiler.emitter.write.fuse import WalkGroup
+from tensorloop.compiler.emitter.write.fuse import Unit, WalkGroup
 from tensorloop.compiler.step import Unsupported
 
 RESIDENT = 1024  # threads of a multiprocessor that are worth starting: each has more than one element beyond that
+SHARING = 1024  # lanes that a reduction is shared among, whatever else is in its piece: it rounds as in another one
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -42,6 +44,10 @@ class PiecePlan(KernelPlan):
 
     def _rows(self) -> None:
         return None
+
+    def share(self, unit: Unit, row: int | None) -> LaneShare:
+        """Returns how lanes share a unit: of a reduction each number is summed in one order, in whatever piece."""
+        return share_lanes(unit, row, None, SHARING)
 
     def _lanes(self) -> int:
         """Returns as many lanes as there are elements: in small blocks where large ones would leave some idle."""

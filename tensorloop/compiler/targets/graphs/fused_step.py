@@ -64,7 +64,7 @@ class FusedStep:
 def join(step: Step, make: Callable[[Piece], tuple[Run, int]]) -> Joined:
     """Returns a step with what `make` makes of its pieces, and how many launches each is.
 
-    A piece of which nothing is made, or that is as many launches as it has operations, stays as it is.
+    A piece of which nothing is made, or that does not pay, stays as it is.
     """
     found, home, lacking, kernels = cut(step), dict[fx.Node, tuple[Piece, Run]](), dict[str, None](), 0
     for piece in found.pieces:
@@ -73,7 +73,7 @@ def join(step: Step, make: Callable[[Piece], tuple[Run, int]]) -> Joined:
         except Unsupported as lack:
             lacking[lack.reason] = None
             continue
-        if count < piece.launches:
+        if piece.pays(count):
             home |= dict.fromkeys(piece.own, (piece, run))
             kernels += count
     joined = _with_calls(step, found.order, home)

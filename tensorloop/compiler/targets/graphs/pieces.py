@@ -3,6 +3,8 @@
 An operation that stays torch's, such as a product, is a level deeper than what goes into it. What is small and on one
 level is a piece: nothing that leaves it comes back, or it would be a level deeper. What can be done late is done late,
 so that little is left on the levels before.
+
+What is rounded by us is always: a replay of a step is another program, and a comparison in it decides as it did before.
 """
 
 import dataclasses
@@ -13,13 +15,13 @@ from typing import NamedTuple
 from torch import Tensor, fx
 
 from tensorloop.compiler.divide.partition import extract
+from tensorloop.compiler.emitter.ir.code import KINDS
 from tensorloop.compiler.graph.core_operations import in_core_operations
-from tensorloop.compiler.operations import is_constant, is_part, is_view, shares_memory, traits, values_of
+from tensorloop.compiler.operations import is_constant, is_exact, is_part, is_view, shares_memory, traits, values_of
 from tensorloop.compiler.step import Step
 
 SMALL = ("view", "pointwise", "reduction", "movement", "constant")  # kinds of which pieces are made
 LONGEST = 1024  # elements that one number is made of: a warp shares them at most, where torch has whole blocks
-FEWEST = 2  # operations of a piece: one is one launch of torch's
 
 
 class Piece(NamedTuple):
@@ -30,10 +32,9 @@ class Piece(NamedTuple):
     given: tuple[fx.Node, ...]
     outs: tuple[fx.Node, ...]
 
-    @property
-    def launches(self) -> int:
-        """Returns how many launches of torch's these are."""
-        return _launches(self.own)
+    def pays(self, launches: int = 1) -> bool:
+        """Whether kernels of so many launches take its place: if they are fewer than torch's, or round what it has."""
+        return launches < sum(not shares_memory(n) for n in self.own) or not all(map(is_exact, self.own))
 
 
 class Cut(NamedTuple):
@@ -52,7 +53,7 @@ def cut(step: Step) -> Cut:
     for n in nodes:
         if n in small and not is_free(n):
             by_level.setdefault(levels[n], []).append(n)
-    found = [_piece(step, own) for own in by_level.values() if _launches(own) >= FEWEST]
+    found = [piece for own in by_level.values() if (piece := _piece(step, own)).pays()]
     inputs = [n for n in step.graph.nodes if n.op == "placeholder"]
     # On one level operations of torch's come first; what looks at a result stands behind it.
     late = {n for n in nodes if n in small and not is_free(n)}
@@ -60,10 +61,6 @@ def cut(step: Step) -> Cut:
         if is_free(n) and any(a in late and levels[a] == levels[n] for a in n.all_input_nodes):
             late.add(n)
     return Cut([*inputs, *sorted(nodes, key=lambda n: (levels[n], n in late))], found)
-
-
-def _launches(own: Sequence[fx.Node]) -> int:
-    return sum(not shares_memory(n) for n in own)
 
 
 def is_free(n: fx.Node) -> bool:
@@ -82,7 +79,7 @@ def _small(step: Step, nodes: Sequence[fx.Node]) -> set[fx.Node]:
 
 def _is_small(n: fx.Node) -> bool:
     values = [x for a in (n, *n.all_input_nodes) for x in values_of(a)]
-    if traits(n).kind not in SMALL or any(x.is_complex() for x in values):
+    if traits(n).kind not in SMALL or any(x.dtype not in KINDS for x in values):
         return False
     return traits(n).kind != "reduction" or values[1].numel() <= LONGEST * max(1, values[0].numel())
 
