@@ -15,7 +15,7 @@ from tensorloop.compiler.operations import shares_memory
 from tensorloop.compiler.step import Step, Unsupported
 from tensorloop.compiler.targets import ptx
 from tensorloop.compiler.targets.eager import EagerCore
-from tensorloop.compiler.targets.graphs.pieces import Piece, cut, is_free, seen_beyond
+from tensorloop.compiler.targets.graphs.pieces import SmallPiece, cut, is_free, seen_beyond
 
 Run = Callable[..., list[Tensor]]
 
@@ -61,12 +61,12 @@ class FusedStep:
         self.why_not = why
 
 
-def join(step: Step, make: Callable[[Piece], tuple[Run, int]]) -> Joined:
+def join(step: Step, make: Callable[[SmallPiece], tuple[Run, int]]) -> Joined:
     """Returns a step with what `make` makes of its pieces, and how many launches each is.
 
     A piece of which nothing is made, or that does not pay, stays as it is.
     """
-    found, home, lacking, kernels = cut(step), dict[fx.Node, tuple[Piece, Run]](), dict[str, None](), 0
+    found, home, lacking, kernels = cut(step), dict[fx.Node, tuple[SmallPiece, Run]](), dict[str, None](), 0
     for piece in found.pieces:
         try:
             run, count = make(piece)
@@ -81,9 +81,9 @@ def join(step: Step, make: Callable[[Piece], tuple[Run, int]]) -> Joined:
     return Joined(joined, kernels + sum(not shares_memory(n) for n in torchs), kernels, tuple(lacking))
 
 
-def _with_calls(step: Step, order: Sequence[fx.Node], home: Mapping[fx.Node, tuple[Piece, Run]]) -> Step:
+def _with_calls(step: Step, order: Sequence[fx.Node], home: Mapping[fx.Node, tuple[SmallPiece, Run]]) -> Step:
     """The step with a call where the first operation of a piece stands; what only a piece looks at goes with it."""
-    graph, new, begun, needed = fx.Graph(), dict[fx.Node, fx.Node](), set[Piece](), seen_beyond(step, home)
+    graph, new, begun, needed = fx.Graph(), dict[fx.Node, fx.Node](), set[SmallPiece](), seen_beyond(step, home)
     for n in order:
         if n not in home:
             if n.op == "placeholder" or n in needed or not is_free(n):

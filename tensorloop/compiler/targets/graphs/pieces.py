@@ -24,7 +24,7 @@ SMALL = ("view", "pointwise", "reduction", "movement", "constant")  # kinds of w
 LONGEST = 1024  # elements that one number is made of: a warp shares them at most, where torch has whole blocks
 
 
-class Piece(NamedTuple):
+class SmallPiece(NamedTuple):
     """Operations that become kernels: a step without a carry, and in the graph that it is of what it is given."""
 
     step: Step
@@ -41,7 +41,7 @@ class Cut(NamedTuple):
     """A step's operations in an order in which each piece can run where its first operation stands."""
 
     order: Sequence[fx.Node]
-    pieces: Sequence[Piece]
+    pieces: Sequence[SmallPiece]
 
 
 def cut(step: Step) -> Cut:
@@ -111,7 +111,7 @@ def _look_where_it_is(nodes: Sequence[fx.Node], levels: dict[fx.Node, int]) -> N
             levels[n] = max((levels.get(a, 0) for a in n.all_input_nodes), default=0)
 
 
-def _piece(step: Step, own: Sequence[fx.Node]) -> Piece:
+def _piece(step: Step, own: Sequence[fx.Node]) -> SmallPiece:
     """Returns operations of one level as a step."""
     members, free, given = set(own), set[fx.Node](), set[fx.Node]()
     left = [a for n in own for a in n.all_input_nodes]
@@ -129,7 +129,7 @@ def _piece(step: Step, own: Sequence[fx.Node]) -> Piece:
     bare = dataclasses.replace(
         step, invariants=(), sequences=inputs, carry=(), next_carry=(), outs=outs, sums=(), going=None, reverse=False
     )
-    return Piece(extract(bare, (), inputs, inside, outs), tuple(own), inputs, outs)
+    return SmallPiece(extract(bare, (), inputs, inside, outs), tuple(own), inputs, outs)
 
 
 def seen_beyond(step: Step, members: Container[fx.Node]) -> set[fx.Node]:
