@@ -30,7 +30,7 @@ class Joined(NamedTuple):
 
 
 class FusedStep:
-    """What a graph records: kernels where there are some, until `give_up`."""
+    """Has what a graph records: kernels of ours where there are some, until `give_up`."""
 
     def __init__(self, step: Step, plain: fx.GraphModule) -> None:
         self._step, self._plain, self._lock = step, plain, threading.Lock()

@@ -22,6 +22,7 @@ from tensorloop.compiler.step import Step
 
 SMALL = ("view", "pointwise", "reduction", "movement", "constant")  # kinds of which pieces are made
 LONGEST = 1024  # elements that one number is made of: a warp shares them at most, where torch has whole blocks
+MOST = 128  # operations of a piece, which LLVM takes a second for; it takes minutes for a few times as many
 
 
 class SmallPiece(NamedTuple):
@@ -53,7 +54,8 @@ def cut(step: Step) -> Cut:
     for n in nodes:
         if n in small and not is_free(n):
             by_level.setdefault(levels[n], []).append(n)
-    found = [piece for own in by_level.values() if (piece := _piece(step, own)).pays()]
+    parts = (own[n : n + MOST] for own in by_level.values() for n in range(0, len(own), MOST))
+    found = [piece for part in parts if (piece := _piece(step, part)).pays()]
     inputs = [n for n in step.graph.nodes if n.op == "placeholder"]
     # On one level operations of torch's come first; what looks at a result stands behind it.
     late = {n for n in nodes if n in small and not is_free(n)}
@@ -127,7 +129,16 @@ def _piece(step: Step, own: Sequence[fx.Node]) -> SmallPiece:
     outs = tuple(n for n in own if n in seen)
     inputs = tuple(n for n in step.graph.nodes if n in given)
     bare = dataclasses.replace(
-        step, invariants=(), sequences=inputs, carry=(), next_carry=(), outs=outs, sums=(), going=None, reverse=False
+        step,
+        invariants=(),
+        sequences=inputs,
+        carry=(),
+        next_carry=(),
+        outs=outs,
+        sums=(),
+        going=None,
+        reverse=False,
+        growth=(),
     )
     return SmallPiece(extract(bare, (), inputs, inside, outs), tuple(own), inputs, outs)
 
