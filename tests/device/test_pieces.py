@@ -193,8 +193,11 @@ def looked_at(inv: Any, xs: Any, carry: Any) -> dict[str, Any]:
     return {"carry": [parts.t()[:, :2].t() + h, n * 3 + 1], "outs": [a.t(), b[0], h.t(), n % 2 == 0], "sums": [a.sum()]}
 
 
-@pytest.mark.parametrize("reverse", [False, True])
-def test_what_is_looked_at_from_elsewhere(reverse: bool, short: None) -> None:
+@pytest.mark.parametrize(("reverse", "most"), [(False, 128), (True, 128), (False, 2)])
+def test_what_is_looked_at_from_elsewhere(
+    reverse: bool, most: int, short: None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(pieces, "MOST", most)
     w, x, h = (torch.randn(*size, dtype=torch.float64, device="cpu") for size in ((2, 3), (5, 2, 3), (2, 3)))
     given = [w], [x], [h, torch.ones(4, dtype=torch.int64, device="cpu")]
     step = step_of(looked_at, *given, reverse=reverse)
@@ -203,14 +206,17 @@ def test_what_is_looked_at_from_elsewhere(reverse: bool, short: None) -> None:
     assert core._fused.used
 
 
+@pytest.mark.parametrize("most", [3, 128])
 @pytest.mark.parametrize("name", [*CELLS, "looked at"])
-def test_nothing_that_leaves_a_piece_comes_back(name: str) -> None:
+def test_nothing_that_leaves_a_piece_comes_back(name: str, most: int, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(pieces, "MOST", most)
     if name == "looked at":
         w, x, h = (torch.randn(*size, dtype=torch.float64, device="cpu") for size in ((2, 3), (5, 2, 3), (2, 3)))
         step = step_of(looked_at, [w], [x], [h, torch.ones(4, dtype=torch.int64, device="cpu")])
     else:
         step, _ = cell(name)
     order, found = pieces.cut(step)
+    assert max((len(piece.own) for piece in found), default=0) <= most
     for piece in found:
         outside, own = set[Any](), set(piece.own)
         for n in step.graph.nodes:
@@ -326,6 +332,30 @@ def test_a_kernel_that_is_wrong_leaves_graphs_to_torchs_operations(
     assert core.way.startswith(f"{GRAPHS}, since {FUSED} ")
     assert not core._fused.used
     plain(core, step, given)
+
+
+@pytest.fixture
+def ten_bits() -> Iterator[None]:
+    torch.backends.cuda.matmul.fp32_precision = "tf32"
+    yield
+    torch.backends.cuda.matmul.fp32_precision = "none"
+
+
+@pytest.mark.usefixtures("ten_bits")
+def test_products_that_round_what_they_are_given_are_given_ten_bits(
+    ran: PretendedKernels, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    step, given = cell("lstm", 3)
+    core = GraphCore(step)
+    core(call_of(step, given, 3))
+    (recorded,) = core._recorded.values()
+    assert recorded._oracle._close == 2**-9
+    wrong_from(ran, 0, monkeypatch)  # the kernels are not
+    core = GraphCore(step)
+    with pytest.warns(RuntimeWarning, match=GIVES + "gives 1 of 24"):
+        core(call_of(step, given, 3))
+    (recorded,) = core._recorded.values()
+    assert recorded._oracle._close == 1e-12  # torch's own graphs give the same bits
 
 
 def test_a_launch_that_fails_leaves_graphs_to_torchs_operations(ran: PretendedKernels) -> None:

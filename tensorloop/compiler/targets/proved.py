@@ -50,13 +50,16 @@ class Run(NamedTuple):
 
 
 class Oracle:
-    """Runs a step by its eager core, which is right, and says how another way of doing it differs from that."""
+    """Runs a step by its eager core, which is right, and says how another way of doing it differs from that.
 
-    def __init__(self, eager: Core, step: Step) -> None:
+    Numbers may differ by `close`, or by the bound of the least precise dtype if that is more.
+    """
+
+    def __init__(self, eager: Core, step: Step, close: float = 0.0) -> None:
         self.eager = eager
         self._reverse, self._growth = step.reverse, step.growth
         # A number that was a float32 on its way is not as close as the float64 that it became.
-        self._close = max((_bound(x.dtype) for n in step.graph.nodes for x in values_of(n)), default=0.0)
+        self._close = max([close, *(_bound(x.dtype) for n in step.graph.nodes for x in values_of(n))])
         self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
         self._slots = [shape_of(n)[0] if grows(n) else None for n in step.carry]
 

@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop._torch.cuda_numbers import switches
+from tensorloop._torch.cuda_numbers import rounds_products, switches
 from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
@@ -22,6 +22,9 @@ from tensorloop.compiler.targets.ptx import PieceFailed
 
 GRAPHS = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
 FUSED = f"{GRAPHS} with kernels of their own"
+# Where products see ten bits of a number, they may see others of one that was rounded otherwise. Graphs with kernels of
+# ours, each of which has shown by itself that it is close, are then held to so many.
+TEN_BITS = 2.0**-9
 AGAIN = 8  # calls that go by after a failure before graphs are tried again; so many times as many after the next one
 
 
@@ -144,8 +147,9 @@ class GraphCore:
             if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
                 slots = slots if found is None else [*map(max, slots, found.slots)]
                 module = self._fused.module() if self._room is None else InPlace(self._step, slots).module
-                drop = _drop_from(weakref.ref(self), key)
-                found = self._recorded[key] = Recorded(self._step, module, self._oracle, slots, drop)
+                drop, ours = _drop_from(weakref.ref(self), key), self._room is None and self._fused.used
+                oracle = Oracle(self.eager, self._step, TEN_BITS) if ours and rounds_products() else self._oracle
+                found = self._recorded[key] = Recorded(self._step, module, oracle, slots, drop)
         found.held.used()
         return found
 
