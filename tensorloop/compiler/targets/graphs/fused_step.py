@@ -45,11 +45,8 @@ class FusedStep:
     def module(self) -> fx.GraphModule:
         """Returns the step as it is to be recorded; its kernels are made once."""
         with self._lock:
-            if self.why_not:
-                return self._plain
-            if self._fused is None:
-                self._fused = self._made()
-            return self._fused
+            self._fused = self._fused or self._made()
+            return self._plain if self.why_not else self._fused
 
     def _made(self) -> fx.GraphModule:
         with lasting(), without_modes():

@@ -7,7 +7,6 @@ so that little is left on the levels before.
 What is rounded by us is always: a replay of a step is another program, and a comparison in it decides as it did before.
 """
 
-import dataclasses
 from collections import Counter
 from collections.abc import Container, Mapping, Sequence
 from typing import NamedTuple
@@ -128,18 +127,7 @@ def _piece(step: Step, own: Sequence[fx.Node]) -> SmallPiece:
     seen = seen_beyond(step, members)
     outs = tuple(n for n in own if n in seen)
     inputs = tuple(n for n in step.graph.nodes if n in given)
-    bare = dataclasses.replace(
-        step,
-        invariants=(),
-        sequences=inputs,
-        carry=(),
-        next_carry=(),
-        outs=outs,
-        sums=(),
-        going=None,
-        reverse=False,
-        growth=(),
-    )
+    bare = Step(step.graph, (), inputs, (), (), outs, place=step.place)
     return SmallPiece(extract(bare, (), inputs, inside, outs), tuple(own), inputs, outs)
 
 
