@@ -298,6 +298,15 @@ def test_a_piece_without_text_is_left_out_and_others_are_not(monkeypatch: pytest
 # ---- proofs
 
 
+@pytest.mark.parametrize(("dtype", "close"), [(torch.float64, 64e-12), (torch.float32, 64e-5), (torch.bfloat16, 2**-7)])
+def test_many_steps_are_as_many_times_less_close(dtype: torch.dtype, close: float) -> None:
+    step, given = cell("lstm", 3, dtype)
+    core = GraphCore(step)
+    core(call_of(step, given, 3))
+    (recorded,) = core._recorded.values()
+    assert recorded._oracle.close == close
+
+
 def wrong_from(ran: PretendedKernels, first: int, monkeypatch: pytest.MonkeyPatch) -> None:
     """Kernels whose last tensor is a little off, from one of their runs on."""
     done, runs = ran.done, list[Launch]()
@@ -349,13 +358,13 @@ def test_products_that_round_what_they_are_given_are_given_ten_bits(
     core = GraphCore(step)
     core(call_of(step, given, 3))
     (recorded,) = core._recorded.values()
-    assert recorded._oracle._close == 2**-9
+    assert recorded._oracle.close == 2**-9
     wrong_from(ran, 0, monkeypatch)  # the kernels are not
     core = GraphCore(step)
     with pytest.warns(RuntimeWarning, match=GIVES + "gives 1 of 24"):
         core(call_of(step, given, 3))
     (recorded,) = core._recorded.values()
-    assert recorded._oracle._close == 1e-12  # torch's own graphs give the same bits
+    assert recorded._oracle.close == 1e-12  # torch's own graphs give the same bits
 
 
 def test_a_launch_that_fails_leaves_graphs_to_torchs_operations(ran: PretendedKernels) -> None:

@@ -59,7 +59,7 @@ class Oracle:
         self.eager = eager
         self._reverse, self._growth = step.reverse, step.growth
         # A number that was a float32 on its way is not as close as the float64 that it became.
-        self._close = max([close, *(_bound(x.dtype) for n in step.graph.nodes for x in values_of(n))])
+        self.close = max([close, *(_bound(x.dtype) for n in step.graph.nodes for x in values_of(n))])
         self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
         self._slots = [shape_of(n)[0] if grows(n) else None for n in step.carry]
 
@@ -80,12 +80,12 @@ class Oracle:
 
     def fault(self, call: CoreCall, found: Run, expected: Run) -> str:
         """Returns what was found otherwise than expected of a call, in a few words; empty if nothing."""
-        fault = _difference(found, expected, None, self._close, self._reverse)
+        fault = _difference(found, expected, None, self.close, self._reverse)
         if not fault or found.done != expected.done:
             return fault
         # A loop that magnifies roundings has no one result: it may differ as far as it does from itself.
         moved = self.expected(call, rounded=True)
-        return _difference(found, expected, moved if moved.done == expected.done else None, self._close, self._reverse)
+        return _difference(found, expected, moved if moved.done == expected.done else None, self.close, self._reverse)
 
     def copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
         """Returns the first steps of a call in memory of their own; it shows which outs are not written."""

@@ -22,8 +22,7 @@ from tensorloop.compiler.targets.ptx import PieceFailed
 
 GRAPHS = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
 FUSED = f"{GRAPHS} with kernels of their own"
-# Where products see ten bits of a number, they may see others of one that was rounded otherwise. Graphs with kernels of
-# ours, each of which has shown by itself that it is close, are then held to so many.
+# Where products see ten bits of a number, they may see others of one that was rounded otherwise.
 TEN_BITS = 2.0**-9
 AGAIN = 8  # calls that go by after a failure before graphs are tried again; so many times as many after the next one
 
@@ -147,11 +146,21 @@ class GraphCore:
             if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
                 slots = slots if found is None else [*map(max, slots, found.slots)]
                 module = self._fused.module() if self._room is None else InPlace(self._step, slots).module
-                drop, ours = _drop_from(weakref.ref(self), key), self._room is None and self._fused.used
-                oracle = Oracle(self.eager, self._step, TEN_BITS) if ours and rounds_products() else self._oracle
+                oracle = self._oracle if module is self.eager.module else self._oracle_of_kernels()
+                drop = _drop_from(weakref.ref(self), key)
                 found = self._recorded[key] = Recorded(self._step, module, oracle, slots, drop)
         found.held.used()
         return found
+
+    def _oracle_of_kernels(self) -> Oracle:
+        """Returns what holds a graph with kernels of ours, which have shown by themselves that each is close.
+
+        Many steps are as many times less close.
+        """
+        if self._room is not None:
+            return self._oracle
+        many = min(SIZES[0] * self._oracle.close, TEN_BITS)
+        return Oracle(self.eager, self._step, TEN_BITS if rounds_products() else many)
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
         """Whether so many steps stay in their memory. They do: torch checks each index itself."""
