@@ -81,6 +81,11 @@ def graphs_draw() -> bool:
     return torch.__version__ >= "2.13"  # a TorchVersion, which is compared as such
 
 
+def rounds_products() -> bool:
+    """Whether the process lets products of float32 on a GPU be computed from numbers of fewer bits."""
+    return torch._C._get_fp32_precision_getter("cuda", "matmul") not in ("ieee", "none")
+
+
 def workspace_bytes(major: int) -> int:
     """Bytes that torch gives cuBLAS for each of its handles and streams, on a device of this compute capability."""
     # As CublasHandlePool.cpp has it: ":KiB:count" as often as wanted; else 8 MiB and a bit, 32 from Hopper on.

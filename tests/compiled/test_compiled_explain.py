@@ -201,8 +201,9 @@ def test_a_loop_of_the_host_is_explained_on_a_device():
     assert found.compiled
     forward, backward = found.text.split("\nbackward:")
     assert forward.startswith("scan: compiled, on cuda:0\nforward: CUDA graphs of 64, 8 and 1 steps\n")
-    for text, work, read in ((forward, 3, 48), (backward, 5, 96)):
-        assert f"a launch, and a copy for each dtype, here 1; it has {work} operations a step" in text
+    for text, launches, work, read in ((forward, 2, 3, 48), (backward, 2, 5, 96)):
+        has = f"{launches} launches a step, 1 of them ours, for {work} operations"
+        assert f"a launch, and a copy for each dtype, here 1; it has {has}\n" in text
         assert "does not wait for the device" in text
         assert f"{read} bytes read and 48 written a step beside the carry, at most {64 * (read + 48):,} of" in text
         assert re.search(r"with TENSORLOOP_PTX=1 instead:\n    one launch: .* lanes, \d barriers? a step\n", text)

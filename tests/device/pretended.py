@@ -21,6 +21,7 @@ from typing import Any
 
 import torch
 
+from tensorloop.compiler.targets.graphs import pieces
 from tensorloop.compiler.targets.ptx import driver
 from tests.device import built, fused, recording
 from tests.support.pretended_driver import PretendedDriver
@@ -82,11 +83,11 @@ class Watch:
     def one_launch(self, operation: str) -> Iterator[None]:
         """What this thread launches meanwhile is that of one operation."""
         self.tell(b"launch", operation.encode())
-        self.inside.one = True
+        before, self.inside.one = getattr(self.inside, "one", False), True
         try:
             yield
         finally:
-            self.inside.one = False
+            self.inside.one = before
 
     def tell(self, what: bytes, operation: bytes) -> int:
         kind, name = what.decode(), operation.decode()
@@ -187,6 +188,7 @@ def start() -> None:
     torch._C._host_emptyCache = torch._C._cuda_emptyCache = lambda: None  # pyright: ignore
     torch._C._cuda_clearCublasWorkspaces = recording.drop_workspaces  # pyright: ignore
     driver.open_library = lambda: DRIVER
+    pieces.SMALL = ()  # no kernels in graphs, but for tests of them: each takes a second to be made here
     torch._C._set_cudnn_enabled(False)  # torch's samples of operations forbid to set the flag itself
     torch.cuda.manual_seed_all(torch.initial_seed())
     # A device's thread of autograd drops its last task after `backward` has returned, and needs Python for that.

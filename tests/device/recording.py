@@ -10,7 +10,7 @@ import ctypes
 import itertools
 import threading
 import weakref
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import torch
@@ -240,6 +240,34 @@ class Recorder(MemoryMode):
             for x in self.graph.fresh:
                 poison(x)
         self.graph.outside = [whole for whole, before in self.known.values() if before is not whole]
+
+
+@contextlib.contextmanager
+def launched(stream: int, words: Sequence[int], again: Callable[[], None]) -> Iterator[None]:
+    """A launch by the driver, done inside: where this thread records, it is written down with the memory that it has.
+
+    A kernel does not say what it writes: of memory from before all is put back that torch's operations have met.
+    """
+    recorder = getattr(here, "recorder", None)
+    if recorder is None:
+        yield
+        return
+    if recorder.error is not None:
+        refuse("operation failed due to a previous error during capture")
+    if stream != recorder.stream[1]:
+        refuse("a stream that does not record was given work of one that does")
+    with unseen(), _disable_current_modes():
+        held = [x for x, _ in recorder.known.values() if any(lies_in(x, word) for word in words)]
+        for x in held:
+            recorder.keep(x)
+    with _disable_current_modes():
+        yield
+    recorder.graph.asked += 1
+    recorder.graph.tape.append(Operation(lambda *_: again(), held, {}, []))
+
+
+def lies_in(memory: Tensor, word: int) -> bool:
+    return memory.data_ptr() <= word < memory.data_ptr() + memory.nbytes
 
 
 class Graph:

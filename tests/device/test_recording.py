@@ -8,7 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from tests.device import pretended
+from tests.device import pretended, recording
 
 ON = torch.device("cuda")
 
@@ -182,6 +182,42 @@ def test_numbers_of_the_host_are_those_of_the_recording() -> None:
     one.fill_(3)
     graph.replay()
     assert torch.equal(found, x * 2)
+
+
+def test_a_launch_by_the_driver_is_recorded_and_replayed() -> None:
+    x, y, runs = on(3), on(3), list[int]()
+    before = y.clone()
+
+    def launch() -> None:
+        runs.append(0)
+        y.add_(x)
+
+    def record() -> Tensor:
+        made = x * y  # what no operation has met is not followed
+        with recording.launched(torch.cuda.current_stream().stream_id, [x.data_ptr(), y.data_ptr(), 1], launch):
+            launch()
+        return made + y
+
+    with pretended.counted() as counts:
+        graph, found = recorded(record)
+    assert counts.recorded == 3
+    assert not counts.operations
+    assert torch.equal(y, before)  # nothing has run
+    for n in (1, 2):
+        graph.replay()
+        assert len(runs) == n + 1
+        assert torch.equal(y, before + n * x)
+        assert torch.allclose(found, x * (y - x) + y)
+
+
+def test_a_launch_on_another_stream_is_refused() -> None:
+    def record() -> None:
+        with recording.launched(torch.cuda.Stream().stream_id, [], lambda: None):
+            pytest.fail("it has run")
+
+    with pytest.raises(RuntimeError, match=r"a stream that does not record|previous error"):
+        recorded(record)
+    torch.cuda.set_stream(torch.cuda.default_stream())
 
 
 def test_memory_that_was_let_go_is_missed() -> None:

@@ -50,18 +50,21 @@ class Run(NamedTuple):
 
 
 class Oracle:
-    """Runs a step by its eager core, which is right, and says how another way of doing it differs from that."""
+    """Runs a step by its eager core, which is right, and says how another way of doing it differs from that.
 
-    def __init__(self, eager: Core, step: Step) -> None:
+    Numbers may differ by `close`, or by the bound of the least precise dtype if that is more.
+    """
+
+    def __init__(self, eager: Core, step: Step, close: float = 0.0) -> None:
         self.eager = eager
         self._reverse, self._growth = step.reverse, step.growth
         # A number that was a float32 on its way is not as close as the float64 that it became.
-        self._close = max((_bound(x.dtype) for n in step.graph.nodes for x in values_of(n)), default=0.0)
+        self.close = max([close, *(_bound(x.dtype) for n in step.graph.nodes for x in values_of(n))])
         self._whole = [grows(n) for n in step.sequences]  # arrays that are read: no step has a slice of its own
         self._slots = [shape_of(n)[0] if grows(n) else None for n in step.carry]
 
     def expected(self, call: CoreCall, rounded: bool = False) -> Run:
-        """Returns what a call gives, run on copies; `rounded` moves its carry by some roundings."""
+        """Returns what a call gives, run on copies; `rounded` moves its carry by some roundings, or all that moves."""
         return self.run(self.eager, self.copied(call, call.steps, rounded))
 
     def run(self, core: Core, call: CoreCall) -> Run:
@@ -77,22 +80,23 @@ class Oracle:
 
     def fault(self, call: CoreCall, found: Run, expected: Run) -> str:
         """Returns what was found otherwise than expected of a call, in a few words; empty if nothing."""
-        fault = _difference(found, expected, None, self._close, self._reverse)
+        fault = _difference(found, expected, None, self.close, self._reverse)
         if not fault or found.done != expected.done:
             return fault
         # A loop that magnifies roundings has no one result: it may differ as far as it does from itself.
         moved = self.expected(call, rounded=True)
-        return _difference(found, expected, moved if moved.done == expected.done else None, self._close, self._reverse)
+        return _difference(found, expected, moved if moved.done == expected.done else None, self.close, self._reverse)
 
     def copied(self, call: CoreCall, steps: int, rounded: bool = False) -> CoreCall:
         """Returns the first steps of a call in memory of their own; it shows which outs are not written."""
         part = slice(call.steps - steps, call.steps) if self._reverse else slice(steps)
+        fed = rounded and not call.carry  # a step that carries nothing magnifies the roundings of what it is given
         with torch.no_grad():
             return CoreCall(
                 steps,
                 [x.clone() for x in call.invariants],
-                [(x if whole else x[part]).clone() for x, whole in zip(call.sequences, self._whole, strict=True)],
-                [_rounded(x) if rounded else x.clone() for x in call.carry],
+                [_copied(x if whole else x[part], fed) for x, whole in zip(call.sequences, self._whole, strict=True)],
+                [_copied(x, rounded) for x in call.carry],
                 [unwritten(x[part]) for x in call.outs],
                 [x.clone() for x in call.sums],
                 call.lengths,
@@ -210,8 +214,8 @@ def _bound(dtype: torch.dtype) -> float:
     return CLOSE.get(dtype, torch.finfo(dtype).eps) if dtype.is_floating_point or dtype.is_complex else 0.0
 
 
-def _rounded(x: Tensor) -> Tensor:
-    if not x.is_floating_point():
+def _copied(x: Tensor, rounded: bool) -> Tensor:
+    if not rounded or not x.is_floating_point():
         return x.clone()
     return x + (x.abs() + 1) * (4 * torch.finfo(x.dtype).eps)
 

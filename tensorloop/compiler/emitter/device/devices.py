@@ -185,6 +185,27 @@ class Nvptx:
 
 
 @dataclasses.dataclass(frozen=True)
+class WholeNvptx(Nvptx):
+    """A GPU of NVIDIA's all of whose threads are one group, which never waits; it has no fast memory of its own."""
+
+    local: int = 0
+
+    def begin(self, code: Code, lanes: int, groups: int, scratch: int, local: bool) -> None:
+        """Numbers the threads through all blocks: `groups` of `lanes`."""
+        for name, register, count in (("thread", "tid.x", lanes), ("block", "ctaid.x", groups)):
+            code.declare(f"llvm.nvvm.read.ptx.sreg.{register}", "i32", [])
+            code.line(f"%{name}.short = call range(i32 0, {count}) i32 @llvm.nvvm.read.ptx.sreg.{register}()")
+            code.line(f"%{name} = zext nneg i32 %{name}.short to i64")
+        code.line(f"%before = mul nuw nsw i64 %block, {lanes}")
+        code.line("%lane = add nuw nsw i64 %before, %thread")
+        code.line("%scratch = getelementptr i8, ptr %scratch.all, i64 0")
+
+    def wait(self, code: Code) -> None:
+        """Raises: a kernel ends instead."""
+        raise AssertionError("blocks do not wait for each other")
+
+
+@dataclasses.dataclass(frozen=True)
 class Coroutines:
     """This machine's processor, with each lane as a coroutine that goes on when it is resumed.
 

@@ -7,7 +7,7 @@ from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
 from tensorloop.compiler.emitter.device.lanes import MANY, GroupRows, LaneShare, share_lanes
 from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, near_matrices, outs_are_copies, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
-from tensorloop.compiler.emitter.device.waits import WaitPlanner
+from tensorloop.compiler.emitter.device.waits import STEPS, WaitPlanner
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, contiguous
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
@@ -25,6 +25,8 @@ ENOUGH_LANES = 256  # of a group, where nobody says how many: more wait longer f
 
 class KernelPlan:
     """A step's kernels put together for a device: who does what, where it lies, and where lanes wait."""
+
+    steps = STEPS  # that are gone through for waits
 
     def __init__(self, step: LoweredStep, device: Device) -> None:
         _refuse(step)
@@ -56,7 +58,7 @@ class KernelPlan:
             self.offsets, self.scratch = self._place()
         # What text of a device needs for itself is not counted before: the same is near on each device with such room.
         self.scratch += self.device.own_scratch(self.lanes)
-        self.shares = [share_lanes(*pair, self.rows, self.lanes) for pair in zip(self.units, self.dims, strict=True)]
+        self.shares = [self.share(*pair) for pair in zip(self.units, self.dims, strict=True)]
         self.packed = _packed(self.units)
         self.grown = find_grown(self.units, self.stored)
 
@@ -69,6 +71,10 @@ class KernelPlan:
         groups = -(-self.split.count // share)
         return GroupRows(self.split.count, share, groups) if groups > 1 else None
 
+    def share(self, unit: Unit, row: int | None) -> LaneShare:
+        """Returns how the lanes of a group share a unit whose rows are along a dim."""
+        return share_lanes(unit, row, self.rows, self.lanes)
+
     def _lanes(self) -> int:
         """Returns the lanes of a group: as the device says, or enough for the unit with most elements."""
         lanes = self.device.lanes_a_group
@@ -76,7 +82,7 @@ class KernelPlan:
             most = 1
             for unit, dim in zip(self.units, self.dims, strict=True):
                 part = self.rows.share / self.rows.count if self.rows is not None and dim is not None else 1
-                most = max(most, math.ceil(part * _elements_of(unit)))
+                most = max(most, math.ceil(part * elements_of(unit)))
             lanes = min(ENOUGH_LANES, -(-most // WARP) * WARP)
         if not 0 < lanes <= MOST_LANES:
             raise Unsupported(f"{lanes} lanes of a group, of which there are at most {MOST_LANES}")
@@ -134,16 +140,16 @@ class KernelPlan:
         first += [touch for one in self.near.values() for touch in touches.of(one.load, one.row, self.loading(one))]
         parts = [touches.of(*given) for given in zip(self.units, self.dims, self.shares, strict=True)]
         ranges = {buffer: (at, at + self.room(buffer)) for buffer, at in self.offsets.items()}
-        self.waits = WaitPlanner(step, ranges).plan(parts, first, last)
+        self.waits = WaitPlanner(step, ranges, self.steps).plan(parts, first, last)
 
     def whole(self, array: Array) -> LaneShare:
         """Returns how lanes share a carry that is copied."""
         group = copying(array)
-        return share_lanes(group, 0 if self.has_rows(array.buffer) else None, self.rows, self.lanes)
+        return self.share(group, 0 if self.has_rows(array.buffer) else None)
 
     def loading(self, one: NearMatrix) -> LaneShare:
         """Returns how lanes share a matrix that is copied into fast memory."""
-        return share_lanes(one.load, one.row, self.rows, self.lanes)
+        return self.share(one.load, one.row)
 
     def is_apart(self, n: int) -> bool:
         """Whether each group has a sum of its own."""
@@ -156,7 +162,7 @@ def _refuse(step: LoweredStep) -> None:
         raise Unsupported(f"{step.called[0].target}, which torch does", step.called[0])
 
 
-def _elements_of(unit: Unit) -> int:
+def elements_of(unit: Unit) -> int:
     """Returns how many elements a unit makes; along an array there are enough for all lanes."""
     if isinstance(unit, Scatter):
         return unit.source.numel

@@ -34,8 +34,8 @@ class Waits(NamedTuple):
 class WaitPlanner:
     """Goes through the parts of a step and remembers what was touched since the lanes last met."""
 
-    def __init__(self, step: LoweredStep, places: Mapping[Region, tuple[int, int]]) -> None:
-        self.step, self.places = step, places  # where scratch begins and ends
+    def __init__(self, step: LoweredStep, places: Mapping[Region, tuple[int, int]], steps: int = STEPS) -> None:
+        self.step, self.places, self.steps = step, places, steps  # `places`: where scratch begins and ends
         self.touched: list[tuple[object, int, Touch]] = []
         self.known: dict[tuple[bool, int, int], bool] = {}  # two touches, by whether they are of the same memory
 
@@ -64,7 +64,7 @@ class WaitPlanner:
     def _go(self, stations: Sequence[Sequence[Touch]], first: Sequence[Touch], waits: list[bool]) -> list[bool]:
         """Goes through some steps and adds the waits that lack; the last station is not met in each step."""
         self.touched = [(self._key(one.buffer, -1), -1, one) for one in first]
-        for turn in range(STEPS):
+        for turn in range(self.steps):
             for n, touched in enumerate(stations[:-1]):
                 waits[n] = self._meet(touched, turn, waits[n])
             # Its carry is what the next step would read.

@@ -8,17 +8,22 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop._torch.cuda_numbers import switches
+from tensorloop._torch.cuda_numbers import rounds_products, switches
 from tensorloop.compiler.refused import memory_lacking
 from tensorloop.compiler.step import CoreCall, Step, StepFailed
 from tensorloop.compiler.targets.eager import EagerCore
+from tensorloop.compiler.targets.graphs.fused_step import FusedStep
 from tensorloop.compiler.targets.graphs.held import NoRoom
 from tensorloop.compiler.targets.graphs.recorded import SIZES, Differs, Recorded
 from tensorloop.compiler.targets.graphs.slot_room import Room, has_arrays
 from tensorloop.compiler.targets.graphs.step_in_place import InPlace
 from tensorloop.compiler.targets.proved import Oracle, raised, warn_of
+from tensorloop.compiler.targets.ptx import PieceFailed
 
 GRAPHS = f"CUDA graphs of {', '.join(map(str, SIZES[:-1]))} and {SIZES[-1]} steps"
+FUSED = f"{GRAPHS} with kernels of their own"
+# Where products see ten bits of a number, they may see others of one that was rounded otherwise.
+TEN_BITS = 2.0**-9
 AGAIN = 8  # calls that go by after a failure before graphs are tried again; so many times as many after the next one
 
 
@@ -55,12 +60,13 @@ class GraphCore:
         self._recorded: dict[Settings, Recorded] = {}
         self._failed: GraphFailure | None = None
         self._room = Room(step) if has_arrays(step) else None
+        self._fused = FusedStep(step, self.eager.module)
 
     @property
     def way(self) -> str:
         """Says how the steps run."""
         if self._failed is None or not self._failed.why:
-            return GRAPHS
+            return f"{GRAPHS}, since {FUSED} {self._fused.why_not}" if self._fused.why_not else GRAPHS
         why, _, left = self._failed
         again = "" if left is None else f"; they are tried again after {left} more calls"
         return f"{self.eager.way}, since {GRAPHS} {why}{again}"
@@ -93,12 +99,16 @@ class GraphCore:
                 fault = raised(failed.error)
             except NoRoom as full:
                 fault = str(full)
-            except Differs as difference:
+            except (Differs, PieceFailed) as difference:
                 fault, lasts = str(difference), True
             except Exception as error:
                 fault = raised(error)
             self._recorded.clear()
             recorded = None  # before what may need its memory
+            if lasts and self._fused.used:  # a rung down are graphs of torch's operations alone
+                self._fused.give_up(fault)
+                warn_of(self._device, FUSED, GRAPHS, fault)
+                return self._run(call, who)
             found = self.eager(call)  # raises what a step raises: then graphs have not failed
         self._fail(fault, lasts)
         return found
@@ -135,11 +145,22 @@ class GraphCore:
             found = self._recorded.get(key)
             if found is None or any(n > m for n, m in zip(slots, found.slots, strict=True)):
                 slots = slots if found is None else [*map(max, slots, found.slots)]
-                module = self.eager.module if self._room is None else InPlace(self._step, slots).module
+                module = self._fused.module() if self._room is None else InPlace(self._step, slots).module
+                oracle = self._oracle if module is self.eager.module else self._oracle_of_kernels()
                 drop = _drop_from(weakref.ref(self), key)
-                found = self._recorded[key] = Recorded(self._step, module, self._oracle, slots, drop)
+                found = self._recorded[key] = Recorded(self._step, module, oracle, slots, drop)
         found.held.used()
         return found
+
+    def _oracle_of_kernels(self) -> Oracle:
+        """Returns what holds a graph with kernels of ours, which have shown by themselves that each is close.
+
+        Many steps are as many times less close.
+        """
+        if self._room is not None:
+            return self._oracle
+        many = min(SIZES[0] * self._oracle.close, TEN_BITS)
+        return Oracle(self.eager, self._step, TEN_BITS if rounds_products() else many)
 
     def fits(self, steps: int, lengths: Sequence[int]) -> bool:
         """Whether so many steps stay in their memory. They do: torch checks each index itself."""

@@ -8,6 +8,8 @@ from torch import fx
 from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, value_of
 from tensorloop.compiler.step import Core, Step, Unsupported
+from tensorloop.compiler.targets import ptx
+from tensorloop.compiler.targets.graphs.fused_step import join
 from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tensorloop.compiler.targets.graphs.held import MOST as HELD
 from tensorloop.compiler.targets.graphs.held import workspace
@@ -46,14 +48,13 @@ class GraphTarget(Target):
             check(step)
         except Unsupported as lack:
             return [f"no graph: {lack.reason}"]
-        work = [n for n in step.graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n)]
         rows = [n for n in step.sequences if not grows(n)]
         kinds = {value_of(n).dtype for n in (*rows, *step.outs)}
         read, written = (sum(map(bytes_of, nodes)) for nodes in (rows, step.outs))
         held = next((size for size in SIZES if size * (read + written) <= CHUNKS), SIZES[-1]) * (read + written)
         lines = [
             f"a graph for {', '.join(map(str, SIZES[:-1]))} or {SIZES[-1]} steps at once: a launch, and a copy for "
-            f"each dtype, here {max(1, len(kinds))}; it has {len(work)} operations a step",
+            f"each dtype, here {max(1, len(kinds))}; it has {_operations(step)}",
             "waits for the device once a graph" if step.going is not None else "does not wait for the device",
             f"{workspace(step.place.device):,} bytes of cuBLAS's for the graphs of each stream, and at most "
             f"{HELD // 2**20:,} MiB for the recordings of all loops; tl.cuda.clear() gives them back",
@@ -65,6 +66,18 @@ class GraphTarget(Target):
                 f"what takes more than {MOST // 2**20} MiB runs step by step"
             )
         return lines
+
+
+def _operations(step: Step) -> str:
+    """Says what a graph has a step, and why it has no kernels of ours where it could have some."""
+    count = sum(n.op == "call_function" and not shares_memory(n) and not is_part(n) for n in step.graph.nodes)
+    if has_arrays(step):
+        return f"{count} operations a step"
+    joined = join(step, lambda piece: (list, len(ptx.describe_piece(piece.step).modules)))
+    without = f"; no kernels of their own for some: {'; '.join(joined.lacking)}" if joined.lacking else ""
+    if not joined.kernels:
+        return f"{count} operations a step{without}"
+    return f"{joined.launches} launches a step, {joined.kernels} of them ours, for {count} operations{without}"
 
 
 def check(step: Step) -> None:
