@@ -78,10 +78,12 @@ def test_quotients_have_all_their_digits(dtype: torch.dtype) -> None:
     ends = torch.tensor([-most, most, 0.0, 1e-30, 9.2, -9.2], dtype=dtype)
     x = torch.cat([ends, torch.randn(200, dtype=dtype) * 8])
     given: Given = [], [x[None]], [torch.zeros(1)]
-    rec = recurrence(
-        lambda inv, xs, c: {"carry": c, "outs": [xs[0].sigmoid(), xs[0].tanh(), xs[0].expm1(), (xs[0] * xs[0] + 1).log()]},
-        *given,
-    )
+
+    def body(inv, xs, c):
+        (x,) = xs
+        return {"carry": c, "outs": [x.sigmoid(), x.tanh(), x.expm1(), (x * x + 1).log()]}
+
+    rec = recurrence(body, *given)
     tolerance = 6e-7 if dtype == torch.float32 else 2e-15
     assert_same(LanesCore(rec, 32), rec, 1, *given, rtol=tolerance, atol=tolerance / 100)
 
