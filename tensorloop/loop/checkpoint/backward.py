@@ -84,11 +84,12 @@ class Reversal:
                     for step in range(action.start, action.stop):
                         state = self.replay.advance(step, state)
                 elif isinstance(action, schedule.Snapshot):
-                    state = snapshots.keep(action.step, state, action.place)
+                    copies = self.replay.copies(state)
+                    state = snapshots.keep(action.step, state, action.place, copies=copies)
                 else:
                     step = action.step
-                    self._reverse(step, state)
-                    self.bar.update()
+                    self._reverse(step, step + action.steps, state)
+                    self.bar.update(action.steps)
                     state = []
         except BaseException as error:
             error.add_note(f"raised in the replay of step {step} of {swept.name}")
@@ -104,21 +105,21 @@ class Reversal:
         grads += self.arrays
         return grads + [s.value for s in self.sums]
 
-    def _reverse(self, t: int, state: State) -> None:
-        """Runs step t with residuals and differentiates it."""
+    def _reverse(self, start: int, stop: int, state: State) -> None:
+        """Runs these steps with residuals and differentiates them."""
         swept = self.swept
-        step = self.replay.reverse(t, state)
-        outputs, grads = self._outputs(t, step)
+        step = self.replay.reverse(start, stop, state)
+        outputs, grads = self._outputs(step)
         after: dict[int, Tensor] = {}
         if outputs:
-            wanted = [x for _, x in (*step.inputs, *step.row)]
+            wanted = [*(x for _, x in step.inputs), *(x for _, _, x in step.rows)]
             if swept.inputs.arrays:
                 wanted += [a.stand_in for a in swept.inputs.arrays if a.stand_in is not None]
             found = iter(differentiate(gradients, outputs, wanted, grads, swept.inputs.captures, swept.substitutes))
             for i, _ in step.inputs:
                 if (grad := next(found)) is not None:
                     after[i] = grad
-            for k, _ in step.row:
+            for k, t, _ in step.rows:
                 self._add_row(k, t, next(found))
             if self.arrays:
                 self.arrays = [next(found) for _ in self.arrays]
@@ -126,8 +127,8 @@ class Reversal:
                 total.add(next(found))
         self.after = after
 
-    def _outputs(self, t: int, step: Recomputed) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the outputs of a step that get a gradient, and these gradients."""
+    def _outputs(self, step: Recomputed) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the outputs of steps that get a gradient, and these gradients."""
         swept = self.swept
         outputs: list[Tensor] = []
         grads: list[Tensor] = []
@@ -140,9 +141,9 @@ class Reversal:
 
         for i, x in enumerate(step.carry):
             put(x, self.after.get(i))
-        for k, x in enumerate(step.ys):
-            if k in self.ys:
-                put(x, self.replay.steps.part_of_ys(self.ys[k], t, swept.taken))
+        for t, leaves in step.ys:
+            for k in self.ys:
+                put(leaves[k], self.replay.steps.part_of_ys(self.ys[k], t, swept.taken))
         for number, leaves in step.departed:
             for k, x in enumerate(leaves):
                 put(x, self.departed.get((number, k)))

@@ -22,9 +22,10 @@ def reversal(schedule: Schedule, length: int, held: list[int]) -> Iterator[Actio
             if advances:
                 at = action.stop
             elif isinstance(action, Backward):
-                left -= 1
-                if start != left:
-                    raise Misuse(f"the schedule reverses step {start} where {left} is next")
+                left -= action.steps
+                if start != left or action.steps < 1:
+                    last = start + action.steps - 1
+                    raise Misuse(f"the schedule reverses step {last} where {left + action.steps - 1} is next")
                 at = None
         yield action
     if left:

@@ -21,7 +21,10 @@ class NodeOutputs:
         self.places: list[Output] = []
         self.values: list[Tensor] = []
         self.flags: list[bool] = []
-        self._storages: set[int] = set()
+        # What snapshots hold as it is, and xs: the caller may change an output in place.
+        held = [x.values for s in sweep.snapshots.by_step.values() for x in s.state if type(x) is SavedTensor]
+        held += [x for x, _ in sweep.steps.xs if x is not None]
+        self._storages = {transforms.storage(x)._cdata for x in held} if sweep.steps.known else set[int]()
         if self.loop.taken:
             self._give_carry()
             self._give_ys()

@@ -12,6 +12,7 @@ from tensorloop import schedule
 from tensorloop._common.arguments import check_memory, describe
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here, library_code, running
+from tensorloop._torch import graph
 from tensorloop.loop.checkpoint.snapshots import State, as_leaves
 from tensorloop.loop.checkpoint.substitutes import substitute
 from tensorloop.loop.checkpoint.sweep_result import SweepResult
@@ -21,14 +22,14 @@ from tensorloop.tensor_array.internals import store_of
 
 
 class Recomputed(NamedTuple):
-    """A step that was run with residuals: the leaves that its graph begins at, and what it gave."""
+    """Steps that were run with residuals: the leaves that its graph begins at, and what it gave."""
 
     inputs: list[tuple[int, Tensor]]  # of the state: (place, leaf, or token of an array)
-    row: list[tuple[int, Tensor]]  # of xs, those with gradient
+    rows: list[tuple[int, int, Tensor]]  # of xs, those with gradient: (leaf, step, slice)
     carry: list[Any]  # by place; of arrays the tokens
-    ys: list[Any]
-    departed: Sequence[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
-    reads: Sequence[Tensor | None]  # tokens of captured arrays
+    ys: list[tuple[int, list[Any]]]  # by step
+    departed: list[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
+    reads: list[Tensor | None]  # tokens of captured arrays
 
 
 class Replay:
@@ -63,11 +64,20 @@ class Replay:
 
     def restore(self, step: int) -> State:
         """The state of a snapshot, its random numbers and buffers set again."""
-        return self.swept.snapshots.restore(step, draws=self.swept.draws)
+        return self.swept.snapshots.restore(step, draws=self.swept.draws, copies=self.copies)
+
+    def copies(self, state: State) -> bool:
+        """Whether steps may change this state, so that they are given a copy."""
+        return not self.steps.knows(state)
 
     def advance(self, t: int, state: State) -> State:
         """Runs a step for its state alone."""
         steps, captures = self.steps, self.steps.captures
+        if steps.knows(state):
+            after, _ = steps.run_known(t, state)
+            if self.swept.draws:
+                self.draw_again(t, [x if x is None else x.values for x in after])
+            return after
         steps.body.on = False  # by hand, as all that is done at every step: a context costs as much as a small step
         try:
             leaves, recorded, _ = as_leaves(state)
@@ -86,29 +96,56 @@ class Replay:
         finally:
             steps.body.on = True
 
-    def reverse(self, t: int, state: State) -> Recomputed:
-        """Runs a step with residuals."""
-        steps, captures = self.steps, self.steps.captures
+    def reverse(self, start: int, stop: int, state: State) -> Recomputed:
+        """Runs steps one after the other, with residuals."""
+        captures = self.steps.captures
+        known = self.steps.knows(state) and not self.swept.substitutes
         leaves, recorded, tokens = as_leaves(state)
-        row = steps.row(t)
-        leaves = captures.begin_step(t, leaves, recorded, row)
-        with substitute(self.swept.substitutes):
-            new, y = steps.run(t, leaves, row)
-        arrays = self.swept.inputs.arrays
-        departed = self._departed_at(t) if self.swept.departed_at else ()
-        carry = [self._token_of(x) if isinstance(x, TensorArray) else x for x in new]
-        ys = steps.ys_of(y, t)
+        given: Sequence[tuple[int, Tensor]] = recorded
+        found = Recomputed(recorded + tokens, [], [], [], [], [])
+        for t in range(start, stop):
+            if known and 0 < t < self.swept.taken - 1:
+                row, leaves, y = self._known(t, leaves)
+            else:
+                row, leaves, y = self._watched(t, leaves, given)
+            given = ()
+            if self.swept.departed_at:
+                found.departed.extend(self._departed_at(t))
+            found.rows.extend((k, t, x) for k, x in enumerate(row) if isinstance(x, Tensor) and x.requires_grad)
+            found.ys.append((t, self.steps.ys_of(y, t)))
+            if self.swept.draws and t + 1 < stop:
+                self.draw_again(t, leaves)
+        found.carry.extend(self._token_of(x) if isinstance(x, TensorArray) else x for x in leaves)
         # Also of one that no read has moved: an inner loop may hang on the stand-in.
         reads = captures.end_arrays() if captures.arrays else {}
+        found.reads.extend(reads[captured] for captured in self.swept.inputs.arrays)
+        return found
+
+    def _watched(self, t: int, leaves: list[Any], recorded: Sequence[tuple[int, Tensor]]) -> Any:
+        """(the slices of a step, the leaves that it gave, y), under the eyes of the captures."""
+        captures, row = self.steps.captures, self.steps.row(t)
+        leaves = captures.begin_step(t, leaves, recorded, row)
+        with substitute(self.swept.substitutes):
+            new, y = self.steps.run(t, leaves, row)
         captures.end_step((), ())
-        return Recomputed(
-            recorded + tokens,
-            [(k, x) for k, x in enumerate(row) if isinstance(x, Tensor) and x.requires_grad],
-            carry,
-            ys,
-            departed,
-            [reads[captured] for captured in arrays] if arrays else (),
-        )
+        return row, new, y
+
+    def _known(self, t: int, leaves: list[Any]) -> Any:
+        """As `_watched`, of a known step."""
+        steps, known = self.steps, self.steps.known
+        assert known is not None
+        row, first = steps.row(t, views=True), graph.next_number()
+        steps.body.on = False
+        try:
+            new, y = steps.run(t, leaves, row)
+        finally:
+            steps.body.on = True
+        if (nodes := graph.next_number() - first) != known.nodes:
+            raise Misuse(
+                f"step {t} did not repeat itself: it made {known.nodes} nodes of autograd's graph in the forward pass "
+                f"and {nodes} in its replay; a body must depend on nothing that changes in between"
+            )
+        return row, new, y
 
     def _departed_at(self, t: int) -> Sequence[tuple[int, list[Any]]]:
         numbers = [number for number, step in enumerate(self.swept.departed_at) if step == t]
@@ -140,7 +177,7 @@ class Replay:
                     snapshots.by_step[0] = snapshots.initial
                     state = self.restore(0)
                 elif action.step < swept.taken:
-                    state = snapshots.keep(action.step, state, action.place)
+                    state = snapshots.keep(action.step, state, action.place, copies=self.copies(state))
             elif isinstance(action, schedule.Drop):
                 snapshots.drop(action.step)
             else:

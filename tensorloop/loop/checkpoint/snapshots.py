@@ -10,6 +10,7 @@ import tempfile
 import warnings
 import weakref
 import zlib
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -206,8 +207,8 @@ class StepSnapshot:
             for i in self.tensors:
                 self.state[i] = SavedTensor(torch.empty(0), state[i].recorded)
 
-    def restored(self) -> State:
-        """The state, copied: a body may change what it is given in place."""
+    def restored(self, *, copies: bool = True) -> State:
+        """The state, copied unless the body is known to change nothing of it in place."""
         if (place := self.versions.changed()) is not None:
             i = self.tensors[place]
             raise Misuse(
@@ -218,7 +219,7 @@ class StepSnapshot:
         if self.stored.moved:
             for i, x in zip(self.tensors, self.stored.read(), strict=True):
                 state[i] = SavedTensor(x, state[i].recorded)
-        return copied(state)
+        return copied(state) if copies and not self.stored.moved else state
 
 
 class Snapshots:
@@ -235,19 +236,19 @@ class Snapshots:
         assert self._initial is not None
         return self._initial
 
-    def keep(self, step: int, state: State, place: Place = None) -> State:
+    def keep(self, step: int, state: State, place: Place = None, *, copies: bool = True) -> State:
         """Takes a snapshot; gives the state to go on with."""
         self.captures.settle()
         snapshot = self.by_step[step] = StepSnapshot(state, self.captures, self.places, place)
         if step == 0 and self._initial is None:  # a schedule may move it to another place, and drop that again
             self._initial = snapshot
-        return copied(state)
+        return copied(state) if copies else state
 
-    def restore(self, step: int, *, draws: bool) -> State:
-        """The state of a snapshot, with its surroundings."""
+    def restore(self, step: int, *, draws: bool, copies: Callable[[State], bool]) -> State:
+        """The state of a snapshot, with its surroundings; `copies` says whether to copy it."""
         snapshot = self.by_step[step]
         self.set_surroundings(snapshot, draws=draws)
-        return snapshot.restored()
+        return snapshot.restored(copies=copies(snapshot.state))
 
     def set_surroundings(self, snapshot: StepSnapshot, *, draws: bool) -> None:
         """Sets again what the body writes to, and the generators where the loop draws from them."""

@@ -7,12 +7,15 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.scope import here
+from tensorloop._torch import transforms
+from tensorloop._torch.overrides import modes
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.ambient_state import AmbientState
 from tensorloop.loop.checkpoint.array_versions import close_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.fingerprints import Checked
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
+from tensorloop.loop.checkpoint.trial import KnownStep, flags_of, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
@@ -44,6 +47,8 @@ class Steps:
         self.captures.autograd.carry, self.captures.autograd.xs = loop.init, [x for x, _ in self.xs]
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures, every=True) if check else None
+        self.known: KnownStep | None = None
+        self.is_tried = check
         self.follow(self.loop)
 
     def follow(self, loop: Loop) -> None:
@@ -59,8 +64,42 @@ class Steps:
         self.checked.note(t, new, y)
         self.follow(self.loop)
 
-    def row(self, t: int) -> list[Any]:
-        """The slices of step t, leaves of its graph."""
+    def knows(self, state: State) -> bool:
+        """Whether a step that begins with this state is known, so that nobody need watch it."""
+        return self.known is not None and self.known.flags == flags_of(state)
+
+    def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> None:
+        """Finds out whether steps like t, which was watched, are known: `leaves` and `row` are what it was given."""
+        body, captures, loop = self.body, self.captures, self.loop
+        if self.is_tried or not (body.is_known and body.reads.complete and flags_of(before) == flags_of(after)):
+            return
+        self.is_tried = True
+        others = captures.outer or captures.loops or captures.nodes or captures.arrays or captures.generators
+        changes = captures.given.changed or captures.writes.changed or captures.writes.fresh or captures.autograd.asked
+        if others or changes or self.checked is not None or body.foreign or transforms.faking() or modes():
+            return
+        body.on = False
+        try:
+            self.known = tried(loop, captures, t, (leaves, row), after)
+        finally:
+            body.on = True
+
+    def run_known(self, t: int, state: State) -> tuple[State, Any]:
+        """Runs a known step without gradient: the state after it, and y."""
+        assert self.known is not None
+        body, recorded = self.body, torch.is_grad_enabled()
+        body.on = False  # by hand, as all that is done at every step: a context costs as much as a small step
+        torch._C._set_grad_enabled(False)
+        try:
+            new, y = self.run(t, [x if x is None else x.values for x in state], self.row(t, views=True))
+            pairs = zip(new, self.known.flags, strict=True)
+            return [x if x is None else SavedTensor(x.detach(), recorded) for x, recorded in pairs], y
+        finally:
+            body.on = True
+            torch._C._set_grad_enabled(recorded)
+
+    def row(self, t: int, *, views: bool = False) -> list[Any]:
+        """The slices of step t, leaves of its graph; `views` of xs if a step is known to change none."""
         slices = self.loop.slices
         if slices is None:
             return []
@@ -68,6 +107,9 @@ class Steps:
         for k, (x, dim) in enumerate(self.xs):
             if x is None:
                 out.append(self.number(k, t))
+            elif views:
+                row = slices.part(x.detach(), dim, t)
+                out.append(row.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else row)
             elif self.together[k]:
                 out.append(self._copy(k, t))
             else:

@@ -14,8 +14,8 @@ from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
-from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State
+from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves
 from tensorloop.loop.checkpoint.steps import Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
 from tensorloop.loop.checkpoint.sweep_result import Inputs, Output, SweepResult
@@ -34,7 +34,9 @@ class Sweep:
         self.loop, self.captures = self.steps.loop, self.steps.captures
         self.snapshots = Snapshots(self.captures, None if checkpoints is None else checkpoints.offload)
         self.conditions = Conditions(self.loop, self.captures)
-        self.schedule = plan if isinstance(plan, Schedule) else None if plan.k is None else schedule.of(plan.k, length)
+        self.schedule = plan if isinstance(plan, Schedule) else None
+        if checkpoints is not None and checkpoints.k is not None:
+            self.schedule = schedule_of(checkpoints.k, length, checkpoints.residuals)
         self.draws = False
         self.array_tokens: list[tuple[int, Tensor]] = []
         self.ys_recorded: list[bool] = []  # which leaves of ys carry a gradient
@@ -52,7 +54,8 @@ class Sweep:
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     self.conditions.given = (None, None)
-                    state = self.snapshots.keep(action.step, state, action.place)
+                    copies = not self.steps.knows(state)
+                    state = self.snapshots.keep(action.step, state, action.place, copies=copies)
                 elif isinstance(action, schedule.Drop):
                     self.snapshots.drop(action.step)
                 elif going:
@@ -123,11 +126,22 @@ class Sweep:
         yield schedule.Advance(0, 1)
         assert isinstance(self.plan, Checkpoints)
         assert self.plan.budget is not None
-        k = max((self.plan.budget - self.residual_bytes) // max(_bytes_of(state), 1), 1)
-        self.schedule = schedule.of(k, self.length)
+        self.schedule = self._schedule_within(self.plan.budget, max(_bytes_of(state), 1), self.plan.residuals)
         for action in self.schedule.sweep(self.length):
             if not (isinstance(action, schedule.Snapshot) and action.step == 0):
                 yield action
+
+    def _schedule_within(self, budget: int, carry: int, residuals: int | None) -> Schedule:
+        """The schedule for a budget: in blocks, if it has room for the carries before all of them."""
+        step, length = self.residual_bytes, self.length
+
+        def room(steps: int) -> int:
+            return max((budget - steps * step) // carry, 1)
+
+        if residuals is None and length is not None:
+            fitting = (n for n in (16, 8, 4, 2) if n * step < budget and room(n) * n >= length)
+            residuals = next(fitting, None)
+        return schedule_of(room(residuals or 1), length, residuals)
 
     def _advance(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """Runs the steps before `stop`, or fewer: (state, whether the loop goes on).
@@ -153,6 +167,8 @@ class Sweep:
     def _step(self, t: int, state: State) -> State:
         """The state after step t."""
         loop, steps, captures = self.loop, self.steps, self.captures
+        if steps.knows(state):
+            return self._known_step(t, state)
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = steps.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
@@ -194,6 +210,21 @@ class Sweep:
             loop.slices.check_unchanged(t)
         if self.schedule is None:
             self.residual_bytes = graph.residual_bytes(outputs, captures.tensors())
+        else:
+            steps.learn(t, state, after, leaves, row)
+        return after
+
+    def _known_step(self, t: int, state: State) -> State:
+        """The state after a step that need not be watched."""
+        known = self.steps.known
+        assert known is not None
+        after, y = self.steps.run_known(t, state)
+        if self.loop.until is not None:
+            self.conditions.ask_until(t, as_leaves(after)[0])
+        if (outputs := self.loop.outputs) is not None:
+            for column, leaf in zip(outputs.columns, outputs.leaves_of(y, t), strict=True):
+                column.append(leaf if leaf is None else leaf.detach())
+        self.captures.calls.append(known.calls)
         return after
 
     def _hooked(self, i: int) -> Misuse:
