@@ -37,6 +37,14 @@ class Outputs:
         for column, leaf in zip(self.columns, leaves, strict=True):
             column.append(leaf)
 
+    def extend(self, ys: list[Any]) -> None:
+        """Takes outputs of next steps away from a list: none carries a gradient, nor is changed by a later step."""
+        if ys and (tree := self.tree) is not None:
+            leaves = zip(*map(tree.flatten, ys), strict=True)  # pyright: ignore[reportArgumentType]
+            for column, values in zip(self.columns, leaves, strict=False):
+                column.extend(values)
+            ys.clear()
+
     def leaves_of(self, y: Any, step: int) -> list[Any]:
         """The leaves of an output, checked against those of the first."""
         if self.tree is None:
@@ -121,6 +129,9 @@ class Values:
     def append(self, value: Any) -> None:
         self.values.append(value)
 
+    def extend(self, values: Sequence[Any]) -> None:
+        self.values.extend(values)
+
     def stack(self, reverse: bool) -> Tensor | None:
         if self.first is None:
             return None
@@ -158,17 +169,23 @@ class Column:
             self._room(y)[self.copied].copy_(y.detach())
             self.copied += 1
 
+    def extend(self, ys: Sequence[Tensor]) -> None:
+        """Copies outputs that carry no gradient."""
+        end = self.copied + len(ys)
+        torch.stack([*map(Tensor.detach, ys)], out=self._room(ys[0], len(ys))[self.copied : end])
+        self.copied = end
+
     def first(self) -> Tensor:
         """The output of the first step, in memory of its own or as autograd has it."""
         return self.waiting[0] if self.copies is None else self.copies[0].clone()
 
-    def _room(self, y: Tensor) -> Tensor:
-        """The copies, with room for another one."""
+    def _room(self, y: Tensor, more: int = 1) -> Tensor:
+        """The copies, with room for some more."""
         old = self.copies
-        if old is not None and self.copied < len(old):
+        if old is not None and self.copied + more <= len(old):
             return old
         with plain_mode():
-            room = self.length if old is None and self.length else max(2 * self.copied, 4)
+            room = self.length if old is None and self.length else max(2 * self.copied, self.copied + more, 4)
             self.copies = torch.empty((room, *y.shape), dtype=y.dtype, device=y.device)
             if old is not None:
                 self.copies[: self.copied].copy_(old)

@@ -70,7 +70,6 @@ class Reversal:
     def run(self) -> list[Tensor | None]:
         """Carries out the schedule; the gradient of each input of the node."""
         swept, snapshots = self.swept, self.swept.snapshots
-        step = swept.taken  # at hand
         if 0 not in snapshots.by_step:
             self.replay.place_snapshots()
         state: State = []
@@ -81,18 +80,16 @@ class Reversal:
                 elif isinstance(action, schedule.Drop):
                     snapshots.drop(action.step)
                 elif isinstance(action, schedule.Advance):
-                    for step in range(action.start, action.stop):
-                        state = self.replay.advance(step, state)
+                    state = self.replay.advance(action.start, action.stop, state)
                 elif isinstance(action, schedule.Snapshot):
                     copies = self.replay.copies(state)
                     state = snapshots.keep(action.step, state, action.place, copies=copies)
                 else:
-                    step = action.step
-                    self._reverse(step, step + action.steps, state)
+                    self._reverse(action.step, action.step + action.steps, state)
                     self.bar.update(action.steps)
                     state = []
         except BaseException as error:
-            error.add_note(f"raised in the replay of step {step} of {swept.name}")
+            error.add_note(f"raised in the replay of step {self.replay.at} of {swept.name}")
             snapshots.forget()
             raise
         return self._found()

@@ -38,6 +38,7 @@ class Replay:
     def __init__(self, swept: SweepResult, shown: bool) -> None:
         self.swept, self.steps, self.shown = swept, swept.steps, shown
         self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
+        self.at = 0  # the step that runs, for errors
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
@@ -70,14 +71,24 @@ class Replay:
         """Whether steps may change this state, so that they are given a copy."""
         return not self.steps.knows(state)
 
-    def advance(self, t: int, state: State) -> State:
-        """Runs a step for its state alone."""
+    def advance(self, start: int, stop: int, state: State) -> State:
+        """Runs steps for the state after them alone."""
+        for t in range(start, stop):
+            self.at = t
+            if self.steps.knows(state):
+                return self.steps.run_known(t, stop, state, self._drawn_again)
+            state = self._advance(t, state)
+        return state
+
+    def _drawn_again(self, t: int, new: list[Any], _: Any) -> bool:
+        """After a known step that is run for its state alone: another may follow."""
+        self.at = t + 1
+        if self.swept.draws:
+            self.draw_again(t, new)
+        return True
+
+    def _advance(self, t: int, state: State) -> State:
         steps, captures = self.steps, self.steps.captures
-        if steps.knows(state):
-            after, _ = steps.run_known(t, state)
-            if self.swept.draws:
-                self.draw_again(t, [x if x is None else x.values for x in after])
-            return after
         steps.body.on = False  # by hand, as all that is done at every step: a context costs as much as a small step
         try:
             leaves, recorded, _ = as_leaves(state)
@@ -104,8 +115,10 @@ class Replay:
         given: Sequence[tuple[int, Tensor]] = recorded
         found = Recomputed(recorded + tokens, [], [], [], [], [])
         for t in range(start, stop):
+            self.at = t
             if known and 0 < t < self.swept.taken - 1:
-                row, leaves, y = self._known(t, leaves)
+                with self.steps.unwatched:
+                    row, leaves, y = self._known(t, leaves)
             else:
                 row, leaves, y = self._watched(t, leaves, given)
             given = ()
@@ -134,12 +147,11 @@ class Replay:
         """As `_watched`, of a known step."""
         steps, known = self.steps, self.steps.known
         assert known is not None
-        row, first = steps.row(t, views=True), graph.next_number()
-        steps.body.on = False
-        try:
-            new, y = steps.run(t, leaves, row)
-        finally:
-            steps.body.on = True
+        row = steps.views(t)
+        for k, _ in self.swept.inputs.xs:
+            row[k] = row[k].detach().requires_grad_()
+        first = graph.next_number()
+        new, y = steps.unwatched.loop.step(t, leaves, row)
         if (nodes := graph.next_number() - first) != known.nodes:
             raise Misuse(
                 f"step {t} did not repeat itself: it made {known.nodes} nodes of autograd's graph in the forward pass "
@@ -181,7 +193,6 @@ class Replay:
             elif isinstance(action, schedule.Drop):
                 snapshots.drop(action.step)
             else:
-                for t in range(action.start, min(action.stop, swept.taken)):
-                    state = self.advance(t, state)
+                state = self.advance(action.start, min(action.stop, swept.taken), state)
                 if action.stop >= swept.taken:
                     break

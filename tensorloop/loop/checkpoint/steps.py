@@ -1,6 +1,6 @@
 """The steps of one loop, as its sweep and its replays run them: from a state that is kept to the next."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -8,6 +8,7 @@ from torch import Tensor
 
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
+from tensorloop._torch.grad_modes import without_graph
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.ambient_state import AmbientState
@@ -15,9 +16,10 @@ from tensorloop.loop.checkpoint.array_versions import close_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.fingerprints import Checked
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
-from tensorloop.loop.checkpoint.trial import KnownStep, flags_of, tried
+from tensorloop.loop.checkpoint.trial import KnownStep, Unwatched, flags_of, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
+from tensorloop.loop.slices import CHUNK
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
 
@@ -44,10 +46,12 @@ class Steps:
             together = loop.slices.are_copied_together
             self.together = [x is not None and not x.requires_grad and together(x) for x, _ in self.xs]
         self._copies: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by leaf of xs and their place: slices
+        self._views: dict[int, tuple[int, Sequence[Tensor]]] = {}  # by leaf of xs: some slices that lie together
         self.captures.autograd.carry, self.captures.autograd.xs = loop.init, [x for x, _ in self.xs]
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures, every=True) if check else None
         self.known: KnownStep | None = None
+        self.unwatched = Unwatched(self.loop, self.body.body)
         self.is_tried = check
         self.follow(self.loop)
 
@@ -71,7 +75,8 @@ class Steps:
     def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> None:
         """Finds out whether steps like t, which was watched, are known: `leaves` and `row` are what it was given."""
         body, captures, loop = self.body, self.captures, self.loop
-        if self.is_tried or not (body.is_known and body.reads.complete and flags_of(before) == flags_of(after)):
+        alike = body.alike and loop.steps_alike and flags_of(before) == flags_of(after)
+        if self.is_tried or not (alike and body.is_known and body.reads.complete):
             return
         self.is_tried = True
         others = captures.outer or captures.loops or captures.nodes or captures.arrays or captures.generators
@@ -81,25 +86,38 @@ class Steps:
         body.on = False
         try:
             self.known = tried(loop, captures, t, (leaves, row), after)
+            self.unwatched = Unwatched(loop, body.body)
         finally:
             body.on = True
 
-    def run_known(self, t: int, state: State) -> tuple[State, Any]:
-        """Runs a known step without gradient: the state after it, and y."""
+    def run_known(self, t: int, stop: int, state: State, then: Callable[[int, list[Any], Any], bool]) -> State:
+        """Runs known steps without gradient, until one of which `then` says that the loop ends: the state after it."""
         assert self.known is not None
-        body, recorded = self.body, torch.is_grad_enabled()
-        body.on = False  # by hand, as all that is done at every step: a context costs as much as a small step
-        torch._C._set_grad_enabled(False)
-        try:
-            new, y = self.run(t, [x if x is None else x.values for x in state], self.row(t, views=True))
-            pairs = zip(new, self.known.flags, strict=True)
-            return [x if x is None else SavedTensor(x.detach(), recorded) for x, recorded in pairs], y
-        finally:
-            body.on = True
-            torch._C._set_grad_enabled(recorded)
+        leaves, going = [x if x is None else x.values for x in state], True
+        with self.unwatched as loop, without_graph():
+            while going and t < stop:
+                leaves, y = loop.step(t, leaves, self.views(t))
+                going, t = then(t, leaves, y), t + 1
+        return self.known.state_of(leaves)
 
-    def row(self, t: int, *, views: bool = False) -> list[Any]:
-        """The slices of step t, leaves of its graph; `views` of xs if a step is known to change none."""
+    def views(self, t: int) -> list[Any]:
+        """The slices of a known step, which changes none of them."""
+        slices, out = self.loop.slices, []
+        i = 0 if slices is None else slices.index(t)
+        for k, (x, dim) in enumerate(self.xs):
+            if x is None:
+                out.append(None)
+                continue
+            number, views = self._views.get(k, (-1, ()))
+            if number != i // CHUNK:
+                number = i // CHUNK
+                part = x.detach().narrow(dim, number * CHUNK, min(CHUNK, x.shape[dim] - number * CHUNK))
+                self._views[k] = number, (views := part.unbind(dim))
+            out.append(views[i % CHUNK])
+        return out
+
+    def row(self, t: int) -> list[Any]:
+        """The slices of step t, leaves of its graph."""
         slices = self.loop.slices
         if slices is None:
             return []
@@ -107,9 +125,6 @@ class Steps:
         for k, (x, dim) in enumerate(self.xs):
             if x is None:
                 out.append(self.number(k, t))
-            elif views:
-                row = slices.part(x.detach(), dim, t)
-                out.append(row.requires_grad_() if x.requires_grad and torch.is_grad_enabled() else row)
             elif self.together[k]:
                 out.append(self._copy(k, t))
             else:
@@ -131,7 +146,7 @@ class Steps:
 
     def let_go(self) -> None:
         """Drops the copies of slices, when no step follows for now."""
-        self._copies = {}
+        self._copies, self._views = {}, {}
 
     def number(self, k: int, t: int) -> int | None:
         """Returns the number that step t gets of a leaf of xs that is no tensor."""

@@ -23,6 +23,8 @@ from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
 
+AT_A_TIME = 8  # ys of known steps that are copied at once
+
 
 class Sweep:
     """The first run of a loop. `length` is what its schedule may know of the number of steps."""
@@ -149,6 +151,8 @@ class Sweep:
         That is asked after each step, not before the next: a snapshot of the loop's end would be wasted.
         """
         while self.loop.taken < stop:
+            if self.steps.knows(state):
+                return self._advance_known(state, stop, progress)
             state = self._step(self.loop.taken, state)
             self.loop.taken += 1
             progress.update()
@@ -167,8 +171,6 @@ class Sweep:
     def _step(self, t: int, state: State) -> State:
         """The state after step t."""
         loop, steps, captures = self.loop, self.steps, self.captures
-        if steps.knows(state):
-            return self._known_step(t, state)
         leaves, recorded, tokens = self.conditions.leaves_of(state)
         row = steps.row(t)
         leaves = captures.begin_step(t, leaves, recorded, row)
@@ -214,18 +216,28 @@ class Sweep:
             steps.learn(t, state, after, leaves, row)
         return after
 
-    def _known_step(self, t: int, state: State) -> State:
-        """The state after a step that need not be watched."""
-        known = self.steps.known
+    def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
+        """As `_advance`, of steps that need not be watched."""
+        loop, outputs, known = self.loop, self.loop.outputs, self.steps.known
         assert known is not None
-        after, y = self.steps.run_known(t, state)
-        if self.loop.until is not None:
-            self.conditions.ask_until(t, as_leaves(after)[0])
-        if (outputs := self.loop.outputs) is not None:
-            for column, leaf in zip(outputs.columns, outputs.leaves_of(y, t), strict=True):
-                column.append(leaf if leaf is None else leaf.detach())
-        self.captures.calls.append(known.calls)
-        return after
+        waiting: list[Any] = []
+
+        def then(t: int, leaves: list[Any], y: Any) -> bool:
+            if outputs is not None:
+                waiting.append(y)
+                if t % AT_A_TIME == 0:
+                    outputs.extend(waiting)
+            if loop.until is not None:
+                self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
+            self.captures.calls.append(known.calls)
+            loop.taken = t + 1
+            progress.update()
+            return loop.cond is loop.until is None or self._ask(known.state_of(leaves))
+
+        state = self.steps.run_known(loop.taken, stop, state, then)
+        if outputs is not None:
+            outputs.extend(waiting)
+        return state, self._ask(state) if loop.cond is loop.until is None else loop.going
 
     def _hooked(self, i: int) -> Misuse:
         name = f"carry{self.loop.carry.tree.paths[i]}"

@@ -12,6 +12,7 @@ and leave what they were given as it was. Then
   closed over others by now, and count the nodes that each of the others makes.
 """
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -19,13 +20,14 @@ import torch
 from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
+from tensorloop._common.scope import here
 from tensorloop._torch import graph
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.conditions import same_bits
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
-from tensorloop.loop.loop import Loop
+from tensorloop.loop.loop import Body, Loop
 
 _PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.Size)
 
@@ -36,6 +38,27 @@ class KnownStep(NamedTuple):
     flags: tuple[bool, ...]  # which leaves of the carry have a gradient, before the step and after
     nodes: int  # of autograd's graph that it makes
     calls: int  # of torch that gave a tensor
+
+    def state_of(self, leaves: Sequence[Any]) -> State:
+        """The state after a step that gave these."""
+        pairs = zip(leaves, self.flags, strict=True)
+        return [x if x is None else SavedTensor(x.detach(), recorded) for x, recorded in pairs]
+
+
+class Unwatched:
+    """A context in which known steps run as those of a plain loop. One serves all, but not inside each other."""
+
+    def __init__(self, loop: Loop, body: Body) -> None:
+        self.loop = copy.copy(loop)
+        self.loop.body, self.loop.note = body, None
+
+    def __enter__(self) -> Loop:
+        here.in_library = False
+        return self.loop
+
+    def __exit__(self, *_: object) -> None:
+        here.in_library = True
+        self.loop.last_tree = (None, None)
 
 
 def flags_of(state: State) -> tuple[bool, ...]:
