@@ -23,6 +23,25 @@ CHUNK = 64
 TOGETHER = 16  # and where a replay may want but one of them, and has room for few
 
 
+class Views:
+    """Slices of a tensor along a dim, made some at a time."""
+
+    __slots__ = ("_dim", "_number", "_some", "_x", "backwards")
+
+    def __init__(self, x: Tensor, dim: int, backwards: bool = False) -> None:
+        self._x, self._dim, self.backwards = x, dim, backwards
+        self._number, self._some = -1, ()
+
+    def at(self, i: int) -> Tensor:
+        """Slice i, or i from the end where they come backwards."""
+        i = self._x.shape[self._dim] - 1 - i if self.backwards else i
+        number, place = divmod(i, CHUNK)
+        if number != self._number:
+            size = min(CHUNK, self._x.shape[self._dim] - number * CHUNK)
+            self._number, self._some = number, self._x.narrow(self._dim, number * CHUNK, size).unbind(self._dim)
+        return self._some[place]
+
+
 class Slices:
     """The leaves of `xs`, checked, and their slices step by step."""
 

@@ -5,40 +5,44 @@ buffer, the same one from step to step, changed in place by the nodes of `tensor
 `torch.autograd.grad` turns them into those before it, and adds what the step gave to xs, captures and captured arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import gradients
-from tensorloop.loop.checkpoint.in_order import reversal
+from tensorloop.loop.checkpoint.in_order import reversal, singly
 from tensorloop.loop.checkpoint.replay import Recomputed, Replay
 from tensorloop.loop.checkpoint.snapshots import State
 from tensorloop.loop.checkpoint.substitutes import differentiate
 from tensorloop.loop.checkpoint.sweep_result import ArrayOutput, CarryOutput, DepartedRows, Output, StackedOutput
+from tensorloop.loop.slices import Views
 
 
-class RunningSum:
-    """A running sum that writes only into tensors of its own: a gradient that comes in may be held elsewhere."""
+class RunningSums:
+    """Running sums that write only into tensors of their own: a gradient that comes in may be held elsewhere."""
 
-    __slots__ = ("in_place", "mine", "value")
+    def __init__(self, n: int, in_place: bool) -> None:
+        self.values: list[Tensor | None] = [None] * n
+        self._mine, self._in_place = [False] * n, in_place
 
-    def __init__(self, in_place: bool) -> None:
-        self.value: Tensor | None = None
-        self.mine, self.in_place = False, in_place
-
-    def add(self, x: Tensor | None) -> None:
-        if x is None:
-            return
-        if self.value is None:
-            self.value = x
-        elif self.mine:
-            self.value.add_(x)
-        else:
-            self.value, self.mine = self.value + x, self.in_place
+    def add(self, grads: Iterable[Tensor | None]) -> None:
+        sums, more = list[Tensor](), list[Tensor]()
+        for i, x in enumerate(grads):
+            value = self.values[i]
+            if x is None or value is None:
+                self.values[i] = x if value is None else value
+            elif self._mine[i]:
+                sums.append(value)
+                more.append(x)
+            else:
+                self.values[i], self._mine[i] = value + x, self._in_place
+        if sums:
+            torch._foreach_add_(sums, more)
 
 
 class Reversal:
@@ -48,14 +52,14 @@ class Reversal:
         self.replay, self.swept, self.bar = replay, replay.swept, bar
         inputs = self.swept.inputs
         self.after: dict[int, Tensor] = {}  # gradient of the state after the step at hand, by place
-        self.ys: dict[int, Tensor] = {}
+        self.ys: dict[int, Views] = {}
         self.departed: dict[tuple[int, int], Tensor] = {}
         for output, grad in zip(self.swept.outputs, grads, strict=True):
             if grad is not None:
                 self._begin(output, grad)
         self.xs: dict[int, Tensor] = {}  # gradients, by leaf
         batched = any(grad is not None and transforms.is_batched(grad) for grad in grads)  # by `is_grads_batched`
-        self.sums = [RunningSum(not batched) for _ in inputs.captures]
+        self.sums = RunningSums(len(inputs.captures), not batched)
         self.arrays: list[Tensor | None] = [None] * len(inputs.arrays)
 
     def _begin(self, output: Output, grad: Tensor) -> None:
@@ -63,7 +67,7 @@ class Reversal:
             case CarryOutput(place) | ArrayOutput(place):
                 self.after[place] = grad
             case StackedOutput(leaf):
-                self.ys[leaf] = grad
+                self.ys[leaf] = self.replay.steps.parts_of_ys(grad)
             case DepartedRows(number, leaf):
                 self.departed[number, leaf] = grad
 
@@ -74,7 +78,10 @@ class Reversal:
             self.replay.place_snapshots()
         state: State = []
         try:
-            for action in reversal(swept.schedule, swept.taken, [*snapshots.by_step]):
+            actions = reversal(swept.schedule, swept.taken, [*snapshots.by_step])
+            if self.replay.alone:
+                actions = singly(actions, snapshots.by_step)
+            for action in actions:
                 if isinstance(action, schedule.Restore):
                     state = self.replay.restore(action.step)
                 elif isinstance(action, schedule.Drop):
@@ -82,8 +89,8 @@ class Reversal:
                 elif isinstance(action, schedule.Advance):
                     state = self.replay.advance(action.start, action.stop, state)
                 elif isinstance(action, schedule.Snapshot):
-                    copies = self.replay.copies(state)
-                    state = snapshots.keep(action.step, state, action.place, copies=copies)
+                    known = self.replay.steps.known_of(state)
+                    state = snapshots.keep(action.step, state, action.place, known=known)
                 else:
                     self._reverse(action.step, action.step + action.steps, state)
                     self.bar.update(action.steps)
@@ -100,7 +107,7 @@ class Reversal:
         grads += [self.after.get(i) for i, _ in inputs.array_tokens]
         grads += [self.xs.get(k) for k, _ in inputs.xs]
         grads += self.arrays
-        return grads + [s.value for s in self.sums]
+        return grads + self.sums.values
 
     def _reverse(self, start: int, stop: int, state: State) -> None:
         """Runs these steps with residuals and differentiates them."""
@@ -120,8 +127,7 @@ class Reversal:
                 self._add_row(k, t, next(found))
             if self.arrays:
                 self.arrays = [next(found) for _ in self.arrays]
-            for total in self.sums:
-                total.add(next(found))
+            self.sums.add(found)
         self.after = after
 
     def _outputs(self, step: Recomputed) -> tuple[list[Tensor], list[Tensor]]:
@@ -140,7 +146,7 @@ class Reversal:
             put(x, self.after.get(i))
         for t, leaves in step.ys:
             for k in self.ys:
-                put(leaves[k], self.replay.steps.part_of_ys(self.ys[k], t, swept.taken))
+                put(leaves[k], self.ys[k].at(t))
         for number, leaves in step.departed:
             for k, x in enumerate(leaves):
                 put(x, self.departed.get((number, k)))

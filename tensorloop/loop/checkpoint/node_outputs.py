@@ -22,7 +22,8 @@ class NodeOutputs:
         self.values: list[Tensor] = []
         self.flags: list[bool] = []
         # What snapshots hold as it is, and xs: the caller may change an output in place.
-        held = [x.values for s in sweep.snapshots.by_step.values() for x in s.state if type(x) is SavedTensor]
+        snapshots = sweep.snapshots.by_step  # what has come from an earlier one, the last one has, too
+        held = [x.values for x in snapshots[max(snapshots)].state if type(x) is SavedTensor] if snapshots else []
         held += [x for x, _ in sweep.steps.xs if x is not None]
         self._storages = {transforms.storage(x)._cdata for x in held} if sweep.steps.known else set[int]()
         if self.loop.taken:

@@ -39,6 +39,10 @@ class Replay:
         self.swept, self.steps, self.shown = swept, swept.steps, shown
         self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
         self.at = 0  # the step that runs, for errors
+        captures = self.steps.captures
+        # A y that a later step changes has the graph of that change; what a body asks of autograd, and loops in it, see
+        # the graph of their own step.
+        self.alone = captures.given.changed or captures.autograd.asked or captures.loops
 
     @contextmanager
     def as_then(self) -> Iterator[None]:
@@ -65,11 +69,7 @@ class Replay:
 
     def restore(self, step: int) -> State:
         """The state of a snapshot, its random numbers and buffers set again."""
-        return self.swept.snapshots.restore(step, draws=self.swept.draws, copies=self.copies)
-
-    def copies(self, state: State) -> bool:
-        """Whether steps may change this state, so that they are given a copy."""
-        return not self.steps.knows(state)
+        return self.swept.snapshots.restore(step, draws=self.swept.draws)
 
     def advance(self, start: int, stop: int, state: State) -> State:
         """Runs steps for the state after them alone."""
@@ -109,55 +109,64 @@ class Replay:
 
     def reverse(self, start: int, stop: int, state: State) -> Recomputed:
         """Runs steps one after the other, with residuals."""
-        captures = self.steps.captures
-        known = self.steps.knows(state) and not self.swept.substitutes
+        captures, last = self.steps.captures, self.swept.taken - 1
         leaves, recorded, tokens = as_leaves(state)
-        given: Sequence[tuple[int, Tensor]] = recorded
         found = Recomputed(recorded + tokens, [], [], [], [], [])
+        # The first and the last that a backward pass runs are watched: do they use what they did?
+        known = range(max(start, 1), min(stop, last)) if self.steps.knows(state) and not self.swept.substitutes else ()
         for t in range(start, stop):
             self.at = t
-            if known and 0 < t < self.swept.taken - 1:
-                with self.steps.unwatched:
-                    row, leaves, y = self._known(t, leaves)
-            else:
-                row, leaves, y = self._watched(t, leaves, given)
-            given = ()
-            if self.swept.departed_at:
-                found.departed.extend(self._departed_at(t))
-            found.rows.extend((k, t, x) for k, x in enumerate(row) if isinstance(x, Tensor) and x.requires_grad)
-            found.ys.append((t, self.steps.ys_of(y, t)))
-            if self.swept.draws and t + 1 < stop:
-                self.draw_again(t, leaves)
+            if t not in known:
+                leaves = self._watched(t, leaves, recorded if t == start else (), found, t > start)
+                if self.swept.draws and t + 1 < stop:
+                    self.draw_again(t, leaves)
+            elif t == known[0]:
+                leaves = self._known(known, leaves, found)
         found.carry.extend(self._token_of(x) if isinstance(x, TensorArray) else x for x in leaves)
         # Also of one that no read has moved: an inner loop may hang on the stand-in.
         reads = captures.end_arrays() if captures.arrays else {}
         found.reads.extend(reads[captured] for captured in self.swept.inputs.arrays)
         return found
 
-    def _watched(self, t: int, leaves: list[Any], recorded: Sequence[tuple[int, Tensor]]) -> Any:
-        """(the slices of a step, the leaves that it gave, y), under the eyes of the captures."""
+    def _watched(
+        self, t: int, leaves: list[Any], recorded: Sequence[tuple[int, Tensor]], found: Recomputed, goes_on: bool
+    ) -> list[Any]:
+        """Runs a step under the eyes of the captures: the leaves that it gave."""
         captures, row = self.steps.captures, self.steps.row(t)
-        leaves = captures.begin_step(t, leaves, recorded, row)
+        leaves = captures.begin_step(t, leaves, recorded, row, goes_on)
         with substitute(self.swept.substitutes):
             new, y = self.steps.run(t, leaves, row)
+        if self.swept.departed_at:
+            found.departed.extend(self._departed_at(t))
+        found.rows.extend((k, t, x) for k, x in enumerate(row) if isinstance(x, Tensor) and x.requires_grad)
+        found.ys.append((t, self.steps.ys_of(y, t)))
         captures.end_step((), ())
-        return row, new, y
+        return new
 
-    def _known(self, t: int, leaves: list[Any]) -> Any:
-        """As `_watched`, of a known step."""
-        steps, known = self.steps, self.steps.known
+    def _known(self, steps: range, leaves: list[Any], found: Recomputed) -> list[Any]:
+        """Runs known steps as those of a plain loop: the leaves that the last one gave."""
+        known, xs = self.steps.known, self.swept.inputs.xs
         assert known is not None
-        row = steps.views(t)
-        for k, _ in self.swept.inputs.xs:
-            row[k] = row[k].detach().requires_grad_()
         first = graph.next_number()
-        new, y = steps.unwatched.loop.step(t, leaves, row)
-        if (nodes := graph.next_number() - first) != known.nodes:
+        with self.steps.unwatched as loop:
+            tree = None if loop.outputs is None else loop.outputs.tree
+            for t in steps:
+                self.at, row = t, self.steps.views(t)
+                for k, _ in xs:
+                    row[k] = row[k].detach().requires_grad_()
+                    found.rows.append((k, t, row[k]))
+                leaves, y = loop.step(t, leaves, row)
+                if tree is not None:
+                    found.ys.append((t, tree.flatten(y) or []))
+                if self.swept.draws:
+                    self.draw_again(t, leaves)
+        if (nodes := graph.next_number() - first) != known.nodes * len(steps):
             raise Misuse(
-                f"step {t} did not repeat itself: it made {known.nodes} nodes of autograd's graph in the forward pass "
-                f"and {nodes} in its replay; a body must depend on nothing that changes in between"
+                f"step {steps[0]}, or one of the {len(steps) - 1} after it, did not repeat itself: with a gradient "
+                f"they made {known.nodes * len(steps)} nodes of autograd's graph in the forward pass and {nodes} in their "
+                f"replay; a body must depend on nothing that changes in between"
             )
-        return row, new, y
+        return leaves
 
     def _departed_at(self, t: int) -> Sequence[tuple[int, list[Any]]]:
         numbers = [number for number, step in enumerate(self.swept.departed_at) if step == t]
@@ -189,7 +198,7 @@ class Replay:
                     snapshots.by_step[0] = snapshots.initial
                     state = self.restore(0)
                 elif action.step < swept.taken:
-                    state = snapshots.keep(action.step, state, action.place, copies=self.copies(state))
+                    state = snapshots.keep(action.step, state, action.place, known=self.steps.known_of(state))
             elif isinstance(action, schedule.Drop):
                 snapshots.drop(action.step)
             else:

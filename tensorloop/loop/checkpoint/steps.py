@@ -15,11 +15,12 @@ from tensorloop.loop.checkpoint.ambient_state import AmbientState
 from tensorloop.loop.checkpoint.array_versions import close_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.fingerprints import Checked
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
-from tensorloop.loop.checkpoint.trial import KnownStep, Unwatched, flags_of, tried
+from tensorloop.loop.checkpoint.snapshots import KnownState, KnownStep, SavedTensor, State, flags_of
+from tensorloop.loop.checkpoint.trial import Unwatched, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.slices import CHUNK
+from tensorloop.loop.outputs import place
+from tensorloop.loop.slices import Views
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
 
@@ -46,7 +47,7 @@ class Steps:
             together = loop.slices.are_copied_together
             self.together = [x is not None and not x.requires_grad and together(x) for x, _ in self.xs]
         self._copies: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by leaf of xs and their place: slices
-        self._views: dict[int, tuple[int, Sequence[Tensor]]] = {}  # by leaf of xs: some slices that lie together
+        self._views: dict[int, Views] = {}  # by leaf of xs
         self.captures.autograd.carry, self.captures.autograd.xs = loop.init, [x for x, _ in self.xs]
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures, every=True) if check else None
@@ -70,25 +71,31 @@ class Steps:
 
     def knows(self, state: State) -> bool:
         """Whether a step that begins with this state is known, so that nobody need watch it."""
-        return self.known is not None and self.known.flags == flags_of(state)
+        return type(state) is KnownState or (self.known is not None and self.known.flags == flags_of(state))
 
-    def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> None:
-        """Finds out whether steps like t, which was watched, are known: `leaves` and `row` are what it was given."""
+    def known_of(self, state: State) -> KnownStep | None:
+        """What is known of a step that begins with this state."""
+        return self.known if self.knows(state) else None
+
+    def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> State:
+        """The state after step t, which was watched, and given `leaves` and `row`: are others like it known now?"""
         body, captures, loop = self.body, self.captures, self.loop
         alike = body.alike and loop.steps_alike and flags_of(before) == flags_of(after)
         if self.is_tried or not (alike and body.is_known and body.reads.complete):
-            return
+            return after
         self.is_tried = True
         others = captures.outer or captures.loops or captures.nodes or captures.arrays or captures.generators
+        others = others or captures.escapes
         changes = captures.given.changed or captures.writes.changed or captures.writes.fresh or captures.autograd.asked
         if others or changes or self.checked is not None or body.foreign or transforms.faking() or modes():
-            return
+            return after
         body.on = False
         try:
             self.known = tried(loop, captures, t, (leaves, row), after)
             self.unwatched = Unwatched(loop, body.body)
         finally:
             body.on = True
+        return after if self.known is None else KnownState(after)
 
     def run_known(self, t: int, stop: int, state: State, then: Callable[[int, list[Any], Any], bool]) -> State:
         """Runs known steps without gradient, until one of which `then` says that the loop ends: the state after it."""
@@ -108,12 +115,10 @@ class Steps:
             if x is None:
                 out.append(None)
                 continue
-            number, views = self._views.get(k, (-1, ()))
-            if number != i // CHUNK:
-                number = i // CHUNK
-                part = x.detach().narrow(dim, number * CHUNK, min(CHUNK, x.shape[dim] - number * CHUNK))
-                self._views[k] = number, (views := part.unbind(dim))
-            out.append(views[i % CHUNK])
+            views = self._views.get(k)
+            if views is None:
+                views = self._views[k] = Views(x.detach(), dim)
+            out.append(views.at(i))
         return out
 
     def row(self, t: int) -> list[Any]:
@@ -162,10 +167,10 @@ class Steps:
         """The leaves of what step t put out."""
         return [] if self.loop.outputs is None else self.loop.outputs.leaves_of(y, t)
 
-    def part_of_ys(self, ys: Tensor, t: int, steps: int) -> Tensor:
-        """The view of stacked ys, or of their gradient, that belongs to step t of so many."""
+    def parts_of_ys(self, ys: Tensor) -> Views:
+        """The views of the gradient of stacked ys, by step."""
         assert self.loop.outputs is not None
-        return self.loop.outputs.part(ys, t, steps, self.backwards)
+        return Views(ys, place(self.loop.outputs.dim, ys.dim() - 1), self.backwards)
 
     def joined(self, values: list[Any]) -> Tensor:
         """A leaf of ys: what all steps put out there."""

@@ -43,6 +43,7 @@ class Sweep:
         self.array_tokens: list[tuple[int, Tensor]] = []
         self.ys_recorded: list[bool] = []  # which leaves of ys carry a gradient
         self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
+        self.waiting: list[Any] = []  # ys of known steps that are yet to be copied
         self.residual_bytes = 0  # of the first step, where a budget asks for it
 
     def run(self, progress: Any) -> State:
@@ -56,8 +57,7 @@ class Sweep:
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     self.conditions.given = (None, None)
-                    copies = not self.steps.knows(state)
-                    state = self.snapshots.keep(action.step, state, action.place, copies=copies)
+                    state = self.snapshots.keep(action.step, state, action.place, known=self.steps.known_of(state))
                 elif isinstance(action, schedule.Drop):
                     self.snapshots.drop(action.step)
                 elif going:
@@ -67,6 +67,8 @@ class Sweep:
             else:
                 if going:
                     raise Misuse(f"the schedule's sweep ended at step {self.loop.taken}, where the loop goes on")
+            if self.loop.outputs is not None:
+                self.loop.outputs.extend(self.waiting)
             captures.settle()
             captures.check_versions()
             self.constants = self.steps.body.forget()
@@ -212,20 +214,19 @@ class Sweep:
             loop.slices.check_unchanged(t)
         if self.schedule is None:
             self.residual_bytes = graph.residual_bytes(outputs, captures.tensors())
-        else:
-            steps.learn(t, state, after, leaves, row)
-        return after
+            return after
+        return steps.learn(t, state, after, leaves, row)
 
     def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """As `_advance`, of steps that need not be watched."""
         loop, outputs, known = self.loop, self.loop.outputs, self.steps.known
         assert known is not None
-        waiting: list[Any] = []
+        waiting = self.waiting
 
         def then(t: int, leaves: list[Any], y: Any) -> bool:
             if outputs is not None:
                 waiting.append(y)
-                if t % AT_A_TIME == 0:
+                if len(waiting) == AT_A_TIME:
                     outputs.extend(waiting)
             if loop.until is not None:
                 self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
@@ -235,8 +236,6 @@ class Sweep:
             return loop.cond is loop.until is None or self._ask(known.state_of(leaves))
 
         state = self.steps.run_known(loop.taken, stop, state, then)
-        if outputs is not None:
-            outputs.extend(waiting)
         return state, self._ask(state) if loop.cond is loop.until is None else loop.going
 
     def _hooked(self, i: int) -> Misuse:

@@ -14,7 +14,7 @@ and leave what they were given as it was. Then
 
 import copy
 from collections.abc import Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -26,23 +26,10 @@ from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.conditions import same_bits
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
+from tensorloop.loop.checkpoint.snapshots import KnownStep, State, flags_of
 from tensorloop.loop.loop import Body, Loop
 
 _PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.Size)
-
-
-class KnownStep(NamedTuple):
-    """What is the same of all steps from one on."""
-
-    flags: tuple[bool, ...]  # which leaves of the carry have a gradient, before the step and after
-    nodes: int  # of autograd's graph that it makes
-    calls: int  # of torch that gave a tensor
-
-    def state_of(self, leaves: Sequence[Any]) -> State:
-        """The state after a step that gave these."""
-        pairs = zip(leaves, self.flags, strict=True)
-        return [x if x is None else SavedTensor(x.detach(), recorded) for x, recorded in pairs]
 
 
 class Unwatched:
@@ -59,11 +46,6 @@ class Unwatched:
     def __exit__(self, *_: object) -> None:
         here.in_library = True
         self.loop.last_tree = (None, None)
-
-
-def flags_of(state: State) -> tuple[bool, ...]:
-    """Which leaves of a state carry a gradient."""
-    return tuple([type(x) is SavedTensor and x.recorded for x in state])
 
 
 @runs_eagerly
@@ -101,44 +83,52 @@ def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[A
 
     `state` is what it gave.
     """
-    leaves, row = given
-    arguments = [x for x in (*leaves, *row) if isinstance(x, Tensor)]
-    before = [x.detach().clone() for x in arguments]
-    surroundings, first = captures.rng_state(), graph.next_number()
+    surroundings = captures.rng_state()
     try:
-        with_graph = _Run(loop, t, leaves, row)
-        nodes = graph.next_number() - first
+        with_graph = _Run(loop, t, *given)
         moved = captures.rng_state()
         surroundings.restore({}, surroundings.cuda)
         with without_graph():
-            without = _Run(loop, t, leaves, row)
-        if captures.rng_state().differs(moved):
-            return None
+            without = _Run(loop, t, *given)
+            if captures.rng_state().differs(moved) or not with_graph.is_as(without):
+                return None
     except Exception:  # such as a hook that no tensor without gradient takes
         return None
     finally:
         surroundings.restore({}, surroundings.cuda)
-    kept = all(map(same_bits, arguments, before)) and not any(x._backward_hooks for x in arguments)
-    if not (kept and with_graph.is_as(without)):
-        return None
-    return KnownStep(flags_of(state), nodes, captures.calls[-1])
+    draws = moved.differs(surroundings) or loop.cond is not None or loop.until is not None
+    return KnownStep(flags_of(state), with_graph.nodes, draws, captures.calls[-1])
 
 
 class _Run:
-    """One run of a step: what it called and gave."""
+    """One run of a step, with copies of what it is given: what it called and gave, and what became of the copies."""
 
     def __init__(self, loop: Loop, t: int, leaves: list[Any], row: list[Any]) -> None:
-        log = _Log([*leaves, *row])
+        copies = [*map(_copied, leaves)], [*map(_copied, row)]
+        self.given = list(zip((*leaves, *row), (*copies[0], *copies[1]), strict=True))
+        log, first = _Log([*copies[0], *copies[1]]), graph.next_number()
         with log:
-            new, y = loop.step(t, [*leaves], row)
-        self.calls, self.new = log.calls, new
+            self.new, y = loop.step(t, *copies)
+        self.nodes, self.calls = graph.next_number() - first, log.calls
         self.ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
 
+    def kept(self) -> bool:
+        """Whether it has changed nothing of what it was given."""
+        return all(_are_same(x, y) and not (isinstance(y, Tensor) and y._backward_hooks) for x, y in self.given)
+
     def is_as(self, other: "_Run") -> bool:
-        """Whether another did and gave the same."""
-        pairs = list(zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True))
-        return self.calls == other.calls and all(
-            isinstance(x, Tensor) and isinstance(y, Tensor) and x.layout is torch.strided and same_bits(x, y)
-            for x, y in pairs
-            if x is not None or y is not None
-        )
+        """Whether another did and gave the same, and both changed nothing."""
+        pairs = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
+        same = self.calls == other.calls and self.kept() and other.kept()
+        return same and all(_are_same(x, y) for x, y in pairs)
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _are_same(x: Any, y: Any) -> bool:
+    if x is None or y is None:
+        return x is y
+    dense = isinstance(x, Tensor) and isinstance(y, Tensor) and x.layout is torch.strided
+    return dense and x.stride() == y.stride() and same_bits(x, y)
