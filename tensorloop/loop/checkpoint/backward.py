@@ -36,9 +36,11 @@ class RunningSums:
             value = self.values[i]
             if x is None or value is None:
                 self.values[i] = x if value is None else value
-            elif self._mine[i]:
+            elif self._mine[i] and type(value) is type(x) is Tensor:
                 sums.append(value)
                 more.append(x)
+            elif self._mine[i]:
+                value.add_(x)
             else:
                 self.values[i], self._mine[i] = value + x, self._in_place
         if sums:
