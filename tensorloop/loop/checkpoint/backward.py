@@ -5,7 +5,7 @@ buffer, the same one from step to step, changed in place by the nodes of `tensor
 `torch.autograd.grad` turns them into those before it, and adds what the step gave to xs, captures and captured arrays.
 """
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import torch
@@ -20,7 +20,6 @@ from tensorloop.loop.checkpoint.replay import Recomputed, Replay
 from tensorloop.loop.checkpoint.snapshots import State
 from tensorloop.loop.checkpoint.substitutes import differentiate
 from tensorloop.loop.checkpoint.sweep_result import ArrayOutput, CarryOutput, DepartedRows, Output, StackedOutput
-from tensorloop.loop.slices import Views
 
 
 class RunningSums:
@@ -54,7 +53,7 @@ class Reversal:
         self.replay, self.swept, self.bar = replay, replay.swept, bar
         inputs = self.swept.inputs
         self.after: dict[int, Tensor] = {}  # gradient of the state after the step at hand, by place
-        self.ys: dict[int, Views] = {}
+        self.ys: dict[int, Callable[[int], Tensor]] = {}  # of which a step gets a part
         self.departed: dict[tuple[int, int], Tensor] = {}
         for output, grad in zip(self.swept.outputs, grads, strict=True):
             if grad is not None:
@@ -69,7 +68,7 @@ class Reversal:
             case CarryOutput(place) | ArrayOutput(place):
                 self.after[place] = grad
             case StackedOutput(leaf):
-                self.ys[leaf] = self.replay.steps.parts_of_ys(grad)
+                self.ys[leaf] = self.replay.steps.parts_of_ys(grad, self.swept.taken)
             case DepartedRows(number, leaf):
                 self.departed[number, leaf] = grad
 
@@ -148,7 +147,7 @@ class Reversal:
             put(x, self.after.get(i))
         for t, leaves in step.ys:
             for k in self.ys:
-                put(leaves[k], self.ys[k].at(t))
+                put(leaves[k], self.ys[k](t))
         for number, leaves in step.departed:
             for k, x in enumerate(leaves):
                 put(x, self.departed.get((number, k)))

@@ -145,10 +145,11 @@ class Replay:
 
     def _known(self, steps: range, leaves: list[Any], found: Recomputed) -> list[Any]:
         """Runs known steps as those of a plain loop: the leaves that the last one gave."""
-        known, xs = self.steps.known, self.swept.inputs.xs
+        known, unwatched, xs = self.steps.known, self.steps.unwatched, self.swept.inputs.xs
         assert known is not None
+        assert unwatched is not None
         first = graph.next_number()
-        with self.steps.unwatched as loop:
+        with unwatched as loop:
             tree = None if loop.outputs is None else loop.outputs.tree
             for t in steps:
                 self.at, row = t, self.steps.views(t)

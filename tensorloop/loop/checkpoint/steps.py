@@ -19,7 +19,7 @@ from tensorloop.loop.checkpoint.snapshots import KnownState, KnownStep, SavedTen
 from tensorloop.loop.checkpoint.trial import Unwatched, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.outputs import place
+from tensorloop.loop.outputs import Outputs, place
 from tensorloop.loop.slices import Views
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
@@ -52,7 +52,7 @@ class Steps:
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures, every=True) if check else None
         self.known: KnownStep | None = None
-        self.unwatched = Unwatched(self.loop, self.body.body)
+        self.unwatched: Unwatched | None = None
         self.is_tried = check
         self.follow(self.loop)
 
@@ -100,6 +100,7 @@ class Steps:
     def run_known(self, t: int, stop: int, state: State, then: Callable[[int, list[Any], Any], bool]) -> State:
         """Runs known steps without gradient, until one of which `then` says that the loop ends: the state after it."""
         assert self.known is not None
+        assert self.unwatched is not None
         leaves, going = [x if x is None else x.values for x in state], True
         with self.unwatched as loop, without_graph():
             while going and t < stop:
@@ -167,10 +168,13 @@ class Steps:
         """The leaves of what step t put out."""
         return [] if self.loop.outputs is None else self.loop.outputs.leaves_of(y, t)
 
-    def parts_of_ys(self, ys: Tensor) -> Views:
-        """The views of the gradient of stacked ys, by step."""
-        assert self.loop.outputs is not None
-        return Views(ys, place(self.loop.outputs.dim, ys.dim() - 1), self.backwards)
+    def parts_of_ys(self, ys: Tensor, taken: int) -> Callable[[int], Tensor]:
+        """The view of stacked ys, or of their gradient, that belongs to each of so many steps."""
+        outputs = self.loop.outputs
+        assert outputs is not None
+        if type(outputs).part is not Outputs.part:
+            return lambda t: outputs.part(ys, t, taken, self.backwards)
+        return Views(ys, place(outputs.dim, ys.dim() - 1), self.backwards).at
 
     def joined(self, values: list[Any]) -> Tensor:
         """A leaf of ys: what all steps put out there."""
