@@ -188,7 +188,7 @@ class Column:
             room = self.length if old is None and self.length else max(2 * self.copied, self.copied + more, 4)
             self.copies = torch.empty((room, *y.shape), dtype=y.dtype, device=y.device)
             if old is not None:
-                self.copies[: self.copied].copy_(old)
+                self.copies[: self.copied].copy_(old[: self.copied])
         return self.copies
 
     def _spill(self) -> None:

@@ -43,7 +43,7 @@ class RunningSums:
             else:
                 self.values[i], self._mine[i] = value + x, self._in_place
         if sums:
-            torch._foreach_add_(sums, more)
+            torch._foreach_add_(sums, more)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Reversal:

@@ -168,9 +168,9 @@ class Captures(TorchFunctionMode):
                 with overrides.unseen():
                     self.meet_array(store)
 
-    def own(self, results: Iterable[Any]) -> None:
-        """Notes the results of a loop in the body as made in this step, as no torch function shows that they were."""
-        self.loops = True
+    def own(self, results: Iterable[Any], loops: bool = True) -> None:
+        """Notes results of a loop in the body, or of arrays, as made in this step, which no torch function shows."""
+        self.loops = self.loops or loops
         for x in results:
             if isinstance(x, Tensor):
                 self.use.seen[id(x)] = x

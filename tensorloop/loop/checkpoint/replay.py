@@ -113,7 +113,8 @@ class Replay:
         leaves, recorded, tokens = as_leaves(state)
         found = Recomputed(recorded + tokens, [], [], [], [], [])
         # The first and the last that a backward pass runs are watched: do they use what they did?
-        known = range(max(start, 1), min(stop, last)) if self.steps.knows(state) and not self.swept.substitutes else ()
+        is_known = self.steps.knows(state) and not self.swept.substitutes
+        known = range(max(start, 1), min(stop, last)) if is_known else range(0)
         for t in range(start, stop):
             self.at = t
             if t not in known:
@@ -164,8 +165,8 @@ class Replay:
         if (nodes := graph.next_number() - first) != known.nodes * len(steps):
             raise Misuse(
                 f"step {steps[0]}, or one of the {len(steps) - 1} after it, did not repeat itself: with a gradient "
-                f"they made {known.nodes * len(steps)} nodes of autograd's graph in the forward pass and {nodes} in their "
-                f"replay; a body must depend on nothing that changes in between"
+                f"they made {known.nodes * len(steps)} nodes of autograd's graph in the forward pass and {nodes} in "
+                f"their replay; a body must depend on nothing that changes in between"
             )
         return leaves
 

@@ -201,6 +201,7 @@ class Steps:
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
+                    self.captures.own((token,), loops=False)  # its values were given to functions that were seen
             else:
                 state.append(x)
         return state, outputs

@@ -32,7 +32,7 @@ def may_write(func: Any) -> bool | str:
     name = getattr(func, "__name__", "")
     if func in ASKS:
         return AUTOGRAD
-    if name in _MEMORY or func == Tensor.data.__get__:  # pyright: ignore[reportFunctionMemberAccess]
+    if name in _MEMORY or func == Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
         return ESCAPES
     if name.endswith("_") and not name.endswith("__"):
         return name not in _KEEPS
