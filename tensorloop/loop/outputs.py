@@ -1,6 +1,6 @@
 """What a scan collects: the outputs of all steps, stacked along one dim."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,26 @@ from tensorloop.packed.table.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
 _NUMBERS = (bool, int, float, complex)
+CHUNK = 64  # slices that are made at once
+
+
+class Views:
+    """Slices of a tensor along a dim, made some at a time."""
+
+    __slots__ = ("_dim", "_number", "_some", "_x", "backwards")
+
+    def __init__(self, x: Tensor, dim: int, backwards: bool = False) -> None:
+        self._x, self._dim, self.backwards = x, dim, backwards
+        self._number, self._some = -1, ()
+
+    def at(self, i: int) -> Tensor:
+        """Slice i, or i from the end where they come backwards."""
+        i = self._x.shape[self._dim] - 1 - i if self.backwards else i
+        number, place = divmod(i, CHUNK)
+        if number != self._number:
+            size = min(CHUNK, self._x.shape[self._dim] - number * CHUNK)
+            self._number, self._some = number, self._x.narrow(self._dim, number * CHUNK, size).unbind(self._dim)
+        return self._some[place]
 
 
 class Outputs:
@@ -101,9 +121,9 @@ class Outputs:
         """The outputs of all steps as one tensor."""
         return torch.stack(list(values[::-1] if reverse else values), place(self.dim, values[0].dim()))
 
-    def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
-        """The view of ys, or of its gradient, that belongs to step t of so many."""
-        return ys.select(place(self.dim, ys.dim() - 1), steps - 1 - t if reverse else t)
+    def parts(self, ys: Tensor, reverse: bool) -> Callable[[int], Tensor]:
+        """The view of ys, or of its gradient, that belongs to a step."""
+        return Views(ys, place(self.dim, ys.dim() - 1), reverse).at
 
     def stack(self, reverse: bool) -> Any:
         """ys: each leaf stacked over the steps, in index order."""

@@ -14,32 +14,12 @@ from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
-from tensorloop.loop.outputs import Outputs
+from tensorloop.loop.outputs import CHUNK, Outputs, Views
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import length_of
 
-# Slices without gradient are copied, so that a body may change them; this many at a time, as one operation.
-CHUNK = 64
+# Slices without gradient are copied, so that a body may change them; CHUNK at a time, as one operation.
 TOGETHER = 16  # and where a replay may want but one of them, and has room for few
-
-
-class Views:
-    """Slices of a tensor along a dim, made some at a time."""
-
-    __slots__ = ("_dim", "_number", "_some", "_x", "backwards")
-
-    def __init__(self, x: Tensor, dim: int, backwards: bool = False) -> None:
-        self._x, self._dim, self.backwards = x, dim, backwards
-        self._number, self._some = -1, ()
-
-    def at(self, i: int) -> Tensor:
-        """Slice i, or i from the end where they come backwards."""
-        i = self._x.shape[self._dim] - 1 - i if self.backwards else i
-        number, place = divmod(i, CHUNK)
-        if number != self._number:
-            size = min(CHUNK, self._x.shape[self._dim] - number * CHUNK)
-            self._number, self._some = number, self._x.narrow(self._dim, number * CHUNK, size).unbind(self._dim)
-        return self._some[place]
 
 
 class Slices:
@@ -132,6 +112,10 @@ class Slices:
     def part(self, x: Tensor, dim: int, t: int) -> Tensor:
         """The view of x, a tensor of xs or its gradient, that belongs to step t."""
         return x.select(dim, self.index(t))
+
+    def views(self, x: Tensor, dim: int) -> Views:
+        """The slices of x, a tensor of xs, for steps that change none of them."""
+        return Views(x.detach(), dim)
 
     def outputs(self) -> Outputs:
         """Returns what collects the ys of this scan."""

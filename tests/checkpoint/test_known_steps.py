@@ -200,7 +200,7 @@ def test_which_steps_are_watched(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     results(BODIES[name], T)
     found = watched(monkeypatch, lambda: results(BODIES[name], T))
     every = [*range(T), *reversed(range(T))]
-    assert found == (every if name in WATCHED else [0, T - 1, 0])
+    assert found == (every if name in WATCHED else [0, 1, T - 1, 0])
 
 
 def test_a_body_is_called_for_two_steps_more_and_writes_nothing_then() -> None:

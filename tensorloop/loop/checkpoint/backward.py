@@ -68,7 +68,7 @@ class Reversal:
             case CarryOutput(place) | ArrayOutput(place):
                 self.after[place] = grad
             case StackedOutput(leaf):
-                self.ys[leaf] = self.replay.steps.parts_of_ys(grad, self.swept.taken)
+                self.ys[leaf] = self.replay.steps.parts_of_ys(grad)
             case DepartedRows(number, leaf):
                 self.departed[number, leaf] = grad
 

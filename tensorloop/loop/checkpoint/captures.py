@@ -35,8 +35,7 @@ from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.asked_of_autograd import AskedOfAutograd
 from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
 from tensorloop.loop.checkpoint.in_place import Given
-from tensorloop.loop.checkpoint.references import find_held, own_references
-from tensorloop.loop.checkpoint.step_use import StepUse
+from tensorloop.loop.checkpoint.step_use import StepUse, find_held, own_references
 from tensorloop.loop.checkpoint.writes import AUTOGRAD, ESCAPES, UNSEEN, WRITING, Writes, may_write
 from tensorloop.loop.effects.follow import rest, rests, resume
 from tensorloop.loop.effects.judge import Judge

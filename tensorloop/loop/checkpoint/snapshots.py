@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import Misuse
+from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
 from tensorloop.loop.checkpoint.ambient_state import RngState
 from tensorloop.loop.checkpoint.array_versions import Version, open_version
@@ -61,6 +62,13 @@ def flags_of(state: State) -> tuple[bool, ...]:
 def copied(state: State) -> State:
     """Copies a state: its values, in tensors of their own."""
     return [SavedTensor(x.values.clone(), x.recorded) if type(x) is SavedTensor else x for x in state]
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one kind are equal bit by bit, so that NaN equals itself."""
+    if transforms.is_fake(x):
+        return True
+    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
 
 
 def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:

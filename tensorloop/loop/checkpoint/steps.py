@@ -19,8 +19,6 @@ from tensorloop.loop.checkpoint.snapshots import KnownState, KnownStep, SavedTen
 from tensorloop.loop.checkpoint.trial import Unwatched, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.outputs import Outputs, place
-from tensorloop.loop.slices import Views
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
 
@@ -47,7 +45,7 @@ class Steps:
             together = loop.slices.are_copied_together
             self.together = [x is not None and not x.requires_grad and together(x) for x, _ in self.xs]
         self._copies: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by leaf of xs and their place: slices
-        self._views: dict[int, Views] = {}  # by leaf of xs
+        self._views: dict[int, Any] = {}  # by leaf of xs
         self.captures.autograd.carry, self.captures.autograd.xs = loop.init, [x for x, _ in self.xs]
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures, every=True) if check else None
@@ -71,7 +69,8 @@ class Steps:
 
     def knows(self, state: State) -> bool:
         """Whether a step that begins with this state is known, so that nobody need watch it."""
-        return type(state) is KnownState or (self.known is not None and self.known.flags == flags_of(state))
+        known = self.known
+        return known is not None and (type(state) is KnownState or known.flags == flags_of(state))
 
     def known_of(self, state: State) -> KnownStep | None:
         """What is known of a step that begins with this state."""
@@ -81,7 +80,8 @@ class Steps:
         """The state after step t, which was watched, and given `leaves` and `row`: are others like it known now?"""
         body, captures, loop = self.body, self.captures, self.loop
         alike = body.alike and loop.steps_alike and flags_of(before) == flags_of(after)
-        if self.is_tried or not (alike and body.is_known and body.reads.complete):
+        # Not the first step, after which rows may turn out to stop on their own.
+        if self.is_tried or not (t and alike and body.is_known and body.reads.complete):
             return after
         self.is_tried = True
         others = captures.outer or captures.loops or captures.nodes or captures.arrays or captures.generators
@@ -118,7 +118,8 @@ class Steps:
                 continue
             views = self._views.get(k)
             if views is None:
-                views = self._views[k] = Views(x.detach(), dim)
+                assert slices is not None
+                views = self._views[k] = slices.views(x, dim)
             out.append(views.at(i))
         return out
 
@@ -168,13 +169,11 @@ class Steps:
         """The leaves of what step t put out."""
         return [] if self.loop.outputs is None else self.loop.outputs.leaves_of(y, t)
 
-    def parts_of_ys(self, ys: Tensor, taken: int) -> Callable[[int], Tensor]:
-        """The view of stacked ys, or of their gradient, that belongs to each of so many steps."""
+    def parts_of_ys(self, ys: Tensor) -> Callable[[int], Tensor]:
+        """The view of stacked ys, or of their gradient, that belongs to a step."""
         outputs = self.loop.outputs
         assert outputs is not None
-        if type(outputs).part is not Outputs.part:
-            return lambda t: outputs.part(ys, t, taken, self.backwards)
-        return Views(ys, place(outputs.dim, ys.dim() - 1), self.backwards).at
+        return outputs.parts(ys, self.backwards)
 
     def joined(self, values: list[Any]) -> Tensor:
         """A leaf of ys: what all steps put out there."""

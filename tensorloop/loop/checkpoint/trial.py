@@ -25,8 +25,7 @@ from tensorloop._torch import graph
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.checkpoint.captures import Captures
-from tensorloop.loop.checkpoint.conditions import same_bits
-from tensorloop.loop.checkpoint.snapshots import KnownStep, State, flags_of
+from tensorloop.loop.checkpoint.snapshots import KnownStep, State, flags_of, same_bits
 from tensorloop.loop.loop import Body, Loop
 
 _PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.Size)
