@@ -25,9 +25,9 @@ from tensorloop.loop.checkpoint.sweep_result import ArrayOutput, CarryOutput, De
 class RunningSums:
     """Running sums that write only into tensors of their own: a gradient that comes in may be held elsewhere."""
 
-    def __init__(self, n: int, in_place: bool) -> None:
+    def __init__(self, n: int, in_place: bool, together: bool) -> None:
         self.values: list[Tensor | None] = [None] * n
-        self._mine, self._in_place = [False] * n, in_place
+        self._mine, self._in_place, self._together = [False] * n, in_place, together
 
     def add(self, grads: Iterable[Tensor | None]) -> None:
         sums, more = list[Tensor](), list[Tensor]()
@@ -35,7 +35,7 @@ class RunningSums:
             value = self.values[i]
             if x is None or value is None:
                 self.values[i] = x if value is None else value
-            elif self._mine[i] and type(value) is type(x) is Tensor:
+            elif self._mine[i] and self._together and type(value) is type(x) is Tensor:
                 sums.append(value)
                 more.append(x)
             elif self._mine[i]:
@@ -60,7 +60,8 @@ class Reversal:
                 self._begin(output, grad)
         self.xs: dict[int, Tensor] = {}  # gradients, by leaf
         batched = any(grad is not None and transforms.is_batched(grad) for grad in grads)  # by `is_grads_batched`
-        self.sums = RunningSums(len(inputs.captures), not batched)
+        legacy = any(grad is not None and transforms.is_legacy_batched(grad) for grad in grads)
+        self.sums = RunningSums(len(inputs.captures), not batched, together=not legacy)
         self.arrays: list[Tensor | None] = [None] * len(inputs.arrays)
 
     def _begin(self, output: Output, grad: Tensor) -> None:
