@@ -30,6 +30,7 @@ if TYPE_CHECKING:
     from tensorloop.schedule.actions import Restore as Restore
     from tensorloop.schedule.actions import Snapshot as Snapshot
     from tensorloop.schedule.base import Binomial as Binomial
+    from tensorloop.schedule.base import Blocks as Blocks
     from tensorloop.schedule.base import Periodic as Periodic
     from tensorloop.schedule.base import Schedule as Schedule
     from tensorloop.schedule.base import StoreAll as StoreAll
@@ -44,7 +45,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         __name__,
         {
             "schedule.actions": ("Action", "Advance", "Backward", "Drop", "Forward", "Restore", "Snapshot"),
-            "schedule.base": ("Binomial", "Periodic", "Schedule", "StoreAll"),
+            "schedule.base": ("Binomial", "Blocks", "Periodic", "Schedule", "StoreAll"),
             "schedule.counting": ("advances", "of"),
             "schedule.hierarchy": ("Hierarchy", "Level"),
             "schedule.online": ("Online",),

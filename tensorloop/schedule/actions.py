@@ -57,15 +57,20 @@ class Drop:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Backward:
     """Run `step` with what its gradient needs, from the working state, and reverse it. That state is then lost.
 
     Attributes:
         step: int; the working state is at it.
+        steps: int, default 1: how many from there on are run one after the other and reversed at once.
     """
 
     step: int
+    steps: int = 1
+
+    def __repr__(self) -> str:
+        return f"Backward(step={self.step}{'' if self.steps == 1 else f', steps={self.steps}'})"
 
 
 Forward = Advance | Snapshot | Drop

@@ -46,9 +46,9 @@ class Machine:
             case Drop(step):
                 rule(step in self.held, f"{action}: not held")
                 self.held.remove(step)
-            case Backward(step):
+            case Backward(step, steps):
                 rule(self.at == step, f"{action}: the working state is at {self.at}")
-                rule(step == self.left - 1, f"{action}: step {self.left - 1} is next")
+                rule(step == self.left - steps, f"{action}: step {self.left - 1} is next")
                 self.left, self.at = step, None
 
 

@@ -14,14 +14,16 @@ from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
-from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State
+from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves
 from tensorloop.loop.checkpoint.steps import Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
 from tensorloop.loop.checkpoint.sweep_result import Inputs, Output, SweepResult
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
+
+AT_A_TIME = 8  # ys of known steps that are copied at once
 
 
 class Sweep:
@@ -34,11 +36,14 @@ class Sweep:
         self.loop, self.captures = self.steps.loop, self.steps.captures
         self.snapshots = Snapshots(self.captures, None if checkpoints is None else checkpoints.offload)
         self.conditions = Conditions(self.loop, self.captures)
-        self.schedule = plan if isinstance(plan, Schedule) else None if plan.k is None else schedule.of(plan.k, length)
+        self.schedule = plan if isinstance(plan, Schedule) else None
+        if checkpoints is not None and checkpoints.k is not None:
+            self.schedule = schedule_of(checkpoints.k, length, checkpoints.residuals)
         self.draws = False
         self.array_tokens: list[tuple[int, Tensor]] = []
         self.ys_recorded: list[bool] = []  # which leaves of ys carry a gradient
         self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
+        self.waiting: list[Any] = []  # ys of known steps that are yet to be copied
         self.residual_bytes = 0  # of the first step, where a budget asks for it
 
     def run(self, progress: Any) -> State:
@@ -52,7 +57,7 @@ class Sweep:
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     self.conditions.given = (None, None)
-                    state = self.snapshots.keep(action.step, state, action.place)
+                    state = self.snapshots.keep(action.step, state, action.place, known=self.steps.known_of(state))
                 elif isinstance(action, schedule.Drop):
                     self.snapshots.drop(action.step)
                 elif going:
@@ -62,6 +67,8 @@ class Sweep:
             else:
                 if going:
                     raise Misuse(f"the schedule's sweep ended at step {self.loop.taken}, where the loop goes on")
+            if self.loop.outputs is not None:
+                self.loop.outputs.extend(self.waiting)
             captures.settle()
             captures.check_versions()
             self.constants = self.steps.body.forget()
@@ -123,11 +130,22 @@ class Sweep:
         yield schedule.Advance(0, 1)
         assert isinstance(self.plan, Checkpoints)
         assert self.plan.budget is not None
-        k = max((self.plan.budget - self.residual_bytes) // max(_bytes_of(state), 1), 1)
-        self.schedule = schedule.of(k, self.length)
+        self.schedule = self._schedule_within(self.plan.budget, max(_bytes_of(state), 1), self.plan.residuals)
         for action in self.schedule.sweep(self.length):
             if not (isinstance(action, schedule.Snapshot) and action.step == 0):
                 yield action
+
+    def _schedule_within(self, budget: int, carry: int, residuals: int | None) -> Schedule:
+        """The schedule for a budget: in blocks, if it has room for the carries before all of them."""
+        step, length = self.residual_bytes, self.length
+
+        def room(steps: int) -> int:
+            return max((budget - steps * step) // carry, 1)
+
+        if residuals is None and length is not None:
+            fitting = (n for n in (16, 8, 4, 2) if n * step < budget and room(n) * n >= length)
+            residuals = next(fitting, None)
+        return schedule_of(room(residuals or 1), length, residuals)
 
     def _advance(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """Runs the steps before `stop`, or fewer: (state, whether the loop goes on).
@@ -135,6 +153,8 @@ class Sweep:
         That is asked after each step, not before the next: a snapshot of the loop's end would be wasted.
         """
         while self.loop.taken < stop:
+            if self.steps.knows(state):
+                return self._advance_known(state, stop, progress)
             state = self._step(self.loop.taken, state)
             self.loop.taken += 1
             progress.update()
@@ -194,7 +214,29 @@ class Sweep:
             loop.slices.check_unchanged(t)
         if self.schedule is None:
             self.residual_bytes = graph.residual_bytes(outputs, captures.tensors())
-        return after
+            return after
+        return steps.learn(t, state, after, leaves, row)
+
+    def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
+        """As `_advance`, of steps that need not be watched."""
+        loop, outputs, known = self.loop, self.loop.outputs, self.steps.known
+        assert known is not None
+        waiting = self.waiting
+
+        def then(t: int, leaves: list[Any], y: Any) -> bool:
+            if outputs is not None:
+                waiting.append(y)
+                if len(waiting) == AT_A_TIME:
+                    outputs.extend(waiting)
+            if loop.until is not None:
+                self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
+            self.captures.calls.append(known.calls)
+            loop.taken = t + 1
+            progress.update()
+            return loop.cond is loop.until is None or self._ask(known.state_of(leaves))
+
+        state = self.steps.run_known(loop.taken, stop, state, then)
+        return state, self._ask(state) if loop.cond is loop.until is None else loop.going
 
     def _hooked(self, i: int) -> Misuse:
         name = f"carry{self.loop.carry.tree.paths[i]}"

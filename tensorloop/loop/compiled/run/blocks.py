@@ -51,6 +51,10 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
     in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k
     room = max((in_memory or 1) * carry, FREE_BYTES) if budget is None else budget // 2
     size = max(1, min(MOST_STEPS, room // step))
+    if isinstance(own, schedule.Blocks):
+        own, size = own.of, own.steps
+    elif not isinstance(checkpoints, Schedule):
+        size = checkpoints.residuals or size
     if budget is not None:
         k = max((budget - size * step) // carry, 1)
     return Blocks(own or schedule.of(k or 1, 0 if known else None), size, offload)

@@ -1,0 +1,133 @@
+"""Steps of which nothing is left to see: what one of them does is tried, and the others run as in a plain loop.
+
+Where the watch of effects has followed a whole step that brought nothing new, and all steps are given the same kinds of
+things, Python does the same at each (`user_functions`): it makes the same calls of torch, with the same captures. What
+it cannot tell is what torch does without gradient, where a step costs half. So one step runs twice more, with gradient
+and without. Both must call the same functions with the same tensors and numbers, be told the same, give the same bits,
+and leave what they were given as it was. Then
+
+- the sweep, and replays that only advance, run such steps without gradient and without watching torch's calls;
+- states are kept as they are, and not copied: no step changes what it is given;
+- replays with gradient watch the first and the last step of a backward pass, which would use other tensors if the body
+  closed over others by now, and count the nodes that each of the others makes.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tensorloop._common.scope import here
+from tensorloop._torch import graph
+from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.grad_modes import without_graph
+from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.checkpoint.snapshots import KnownStep, State, flags_of, same_bits
+from tensorloop.loop.loop import Body, Loop
+
+_PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.Size)
+
+
+class Unwatched:
+    """A context in which known steps run as those of a plain loop. One serves all, but not inside each other."""
+
+    def __init__(self, loop: Loop, body: Body) -> None:
+        self.loop = copy.copy(loop)
+        self.loop.body, self.loop.note = body, None
+
+    def __enter__(self) -> Loop:
+        here.in_library = False
+        return self.loop
+
+    def __exit__(self, *_: object) -> None:
+        here.in_library = True
+        self.loop.last_tree = (None, None)
+
+
+@runs_eagerly
+class _Log(TorchFunctionMode):
+    """Writes down the calls of torch in a step: of which functions, with what, and what they gave."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.numbers = {id(x): k for k, x in enumerate(given)}  # of tensors that the step was given or made
+        self.held: list[Any] = []  # so that no id comes twice
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.held.append(out)
+        given = self._said((args, kwargs))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                self.numbers.setdefault(id(x), len(self.numbers))
+        self.calls.append((func, given, self._said(out)))
+        return out
+
+    def _said(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return "tensor", self.numbers.get(id(x), id(x))
+        if isinstance(x, _PLAIN):
+            return type(x), x
+        if isinstance(x, (tuple, list)):
+            return type(x), [*map(self._said, x)]
+        return (dict, [*map(self._said, x.items())]) if isinstance(x, dict) else (type(x), id(x))
+
+
+def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[Any]], state: State) -> KnownStep | None:
+    """What is known of steps like t, which has been run with `given`, leaves and row; None where that is too little.
+
+    `state` is what it gave.
+    """
+    surroundings = captures.rng_state()
+    try:
+        with_graph = _Run(loop, t, *given)
+        moved = captures.rng_state()
+        surroundings.restore({}, surroundings.cuda)
+        with without_graph():
+            without = _Run(loop, t, *given)
+            if captures.rng_state().differs(moved) or not with_graph.is_as(without):
+                return None
+    except Exception:  # such as a hook that no tensor without gradient takes
+        return None
+    finally:
+        surroundings.restore({}, surroundings.cuda)
+    draws = moved.differs(surroundings) or loop.cond is not None or loop.until is not None
+    return KnownStep(flags_of(state), with_graph.nodes, draws, captures.calls[-1])
+
+
+class _Run:
+    """One run of a step, with copies of what it is given: what it called and gave, and what became of the copies."""
+
+    def __init__(self, loop: Loop, t: int, leaves: list[Any], row: list[Any]) -> None:
+        copies = [*map(_copied, leaves)], [*map(_copied, row)]
+        self.given = list(zip((*leaves, *row), (*copies[0], *copies[1]), strict=True))
+        log, first = _Log([*copies[0], *copies[1]]), graph.next_number()
+        with log:
+            self.new, y = loop.step(t, *copies)
+        self.nodes, self.calls = graph.next_number() - first, log.calls
+        self.ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
+
+    def kept(self) -> bool:
+        """Whether it has changed nothing of what it was given."""
+        return all(_are_same(x, y) and not (isinstance(y, Tensor) and y._backward_hooks) for x, y in self.given)
+
+    def is_as(self, other: "_Run") -> bool:
+        """Whether another did and gave the same, and both changed nothing."""
+        pairs = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
+        same = self.calls == other.calls and self.kept() and other.kept()
+        return same and all(_are_same(x, y) for x, y in pairs)
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _are_same(x: Any, y: Any) -> bool:
+    if x is None or y is None:
+        return x is y
+    dense = isinstance(x, Tensor) and isinstance(y, Tensor) and x.layout is torch.strided
+    return dense and x.stride() == y.stride() and same_bits(x, y)
