@@ -73,7 +73,7 @@ class Steps:
         return known is not None and (type(state) is KnownState or known.flags == flags_of(state))
 
     def known_of(self, state: State) -> KnownStep | None:
-        """What is known of a step that begins with this state."""
+        """Returns what is known of a step that begins with this state."""
         return self.known if self.knows(state) else None
 
     def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> State:
