@@ -200,7 +200,8 @@ class Steps:
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
-                    self.captures.own((token,), loops=False)  # its values were given to functions that were seen
+                    if not self.captures.replaying:  # its values were given to functions that were seen
+                        self.captures.own((token,), loops=False)
             else:
                 state.append(x)
         return state, outputs
