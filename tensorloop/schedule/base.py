@@ -251,7 +251,7 @@ class Blocks(Schedule):
         return None if length is None else -(-length // self.steps)
 
     def _in_steps(self, action: Action, length: int | None) -> Action:
-        """What an action on blocks does to steps."""
+        """Returns what an action on blocks does to steps."""
 
         def at(block: int) -> int:
             return block * self.steps if length is None else min(block * self.steps, length)

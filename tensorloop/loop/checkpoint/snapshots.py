@@ -41,7 +41,7 @@ class KnownState(list[Any]):
 
 
 class KnownStep(NamedTuple):
-    """What is the same of all steps from one on."""
+    """Holds what is the same of all steps from one on."""
 
     flags: tuple[bool, ...]  # which leaves of the carry have a gradient, before the step and after
     nodes: int  # of autograd's graph that it makes

@@ -73,7 +73,7 @@ class Steps:
         return known is not None and (type(state) is KnownState or known.flags == flags_of(state))
 
     def known_of(self, state: State) -> KnownStep | None:
-        """What is known of a step that begins with this state."""
+        """Returns what is known of a step that begins with this state."""
         return self.known if self.knows(state) else None
 
     def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> State:
@@ -200,7 +200,8 @@ class Steps:
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
-                    self.captures.own((token,), loops=False)  # its values were given to functions that were seen
+                    if not self.captures.replaying:  # its values were given to functions that were seen
+                        self.captures.own((token,), loops=False)
             else:
                 state.append(x)
         return state, outputs

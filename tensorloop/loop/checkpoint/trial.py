@@ -78,7 +78,7 @@ class _Log(TorchFunctionMode):
 
 
 def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[Any]], state: State) -> KnownStep | None:
-    """What is known of steps like t, which has been run with `given`, leaves and row; None where that is too little.
+    """Returns what is known of steps like t, which ran with `given`, leaves and row; None where that is too little.
 
     `state` is what it gave.
     """
