@@ -22,6 +22,11 @@ W = torch.linalg.qr(torch.randn(N, N, dtype=D, generator=Generator(HERE).manual_
 OWN = Generator(HERE)
 
 
+@pytest.fixture(autouse=True)
+def _validates(monkeypatch: pytest.MonkeyPatch) -> None:  # some packages turn it off as they are imported
+    monkeypatch.setattr(td.Distribution, "_validate_args", True)
+
+
 def categorical(h: Tensor, x: Tensor) -> Any:
     choice = td.Categorical(logits=h @ W + x)
     token = choice.sample()

@@ -40,7 +40,7 @@ class KnownState(list[Any]):
     """A state that a known step gave, and another begins with: no step changes it in place."""
 
 
-class KnownStep(NamedTuple):
+class TriedStep(NamedTuple):
     """Holds what is the same of all steps from one on."""
 
     flags: tuple[bool, ...]  # which leaves of the carry have a gradient, before the step and after
@@ -269,7 +269,7 @@ class Snapshots:
         assert self._initial is not None
         return self._initial
 
-    def keep(self, step: int, state: State, place: Place = None, *, known: KnownStep | None = None) -> State:
+    def keep(self, step: int, state: State, place: Place = None, *, known: TriedStep | None = None) -> State:
         """Takes a snapshot; gives the state to go on with. `known`: what is known of the step that comes next."""
         captures, still = self.captures, known is not None and not known.draws
         captures.settle()

@@ -15,7 +15,7 @@ from tensorloop.loop.checkpoint.ambient_state import AmbientState
 from tensorloop.loop.checkpoint.array_versions import close_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.fingerprints import Checked
-from tensorloop.loop.checkpoint.snapshots import KnownState, KnownStep, SavedTensor, State, flags_of
+from tensorloop.loop.checkpoint.snapshots import KnownState, TriedStep, SavedTensor, State, flags_of
 from tensorloop.loop.checkpoint.trial import Unwatched, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
@@ -49,7 +49,7 @@ class Steps:
         self.captures.autograd.carry, self.captures.autograd.xs = loop.init, [x for x, _ in self.xs]
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures, every=True) if check else None
-        self.known: KnownStep | None = None
+        self.known: TriedStep | None = None
         self.unwatched: Unwatched | None = None
         self.is_tried = check
         self.follow(self.loop)
@@ -72,7 +72,7 @@ class Steps:
         known = self.known
         return known is not None and (type(state) is KnownState or known.flags == flags_of(state))
 
-    def known_of(self, state: State) -> KnownStep | None:
+    def known_of(self, state: State) -> TriedStep | None:
         """Returns what is known of a step that begins with this state."""
         return self.known if self.knows(state) else None
 

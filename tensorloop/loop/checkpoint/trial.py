@@ -25,7 +25,8 @@ from tensorloop._torch import graph
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.checkpoint.captures import Captures
-from tensorloop.loop.checkpoint.snapshots import KnownStep, State, flags_of, same_bits
+from tensorloop.loop.checkpoint.snapshots import TriedStep, State, flags_of, same_bits
+from tensorloop.loop.effects.known import tells_numbers
 from tensorloop.loop.loop import Body, Loop
 
 _PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.Size)
@@ -54,12 +55,14 @@ class _Log(TorchFunctionMode):
     def __init__(self, given: Sequence[Any]) -> None:
         super().__init__()
         self.calls: list[Any] = []
+        self.told = False  # whether Python was told of numbers in tensors, so that other steps may go another way
         self.numbers = {id(x): k for k, x in enumerate(given)}  # of tensors that the step was given or made
         self.held: list[Any] = []  # so that no id comes twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.held.append(out)
+        self.told = self.told or tells_numbers(func, args, kwargs or {}, out)
         given = self._said((args, kwargs))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor):
@@ -77,29 +80,29 @@ class _Log(TorchFunctionMode):
         return (dict, [*map(self._said, x.items())]) if isinstance(x, dict) else (type(x), id(x))
 
 
-def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[Any]], state: State) -> KnownStep | None:
+def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[Any]], state: State) -> TriedStep | None:
     """Returns what is known of steps like t, which ran with `given`, leaves and row; None where that is too little.
 
     `state` is what it gave.
     """
     surroundings = captures.rng_state()
     try:
-        with_graph = _Run(loop, t, *given)
+        with_graph = _Trial(loop, t, *given)
         moved = captures.rng_state()
         surroundings.restore({}, surroundings.cuda)
         with without_graph():
-            without = _Run(loop, t, *given)
-            if captures.rng_state().differs(moved) or not with_graph.is_as(without):
+            without = _Trial(loop, t, *given)
+            if with_graph.told or captures.rng_state().differs(moved) or not with_graph.is_as(without):
                 return None
     except Exception:  # such as a hook that no tensor without gradient takes
         return None
     finally:
         surroundings.restore({}, surroundings.cuda)
     draws = moved.differs(surroundings) or loop.cond is not None or loop.until is not None
-    return KnownStep(flags_of(state), with_graph.nodes, draws, captures.calls[-1])
+    return TriedStep(flags_of(state), with_graph.nodes, draws, captures.calls[-1])
 
 
-class _Run:
+class _Trial:
     """One run of a step, with copies of what it is given: what it called and gave, and what became of the copies."""
 
     def __init__(self, loop: Loop, t: int, leaves: list[Any], row: list[Any]) -> None:
@@ -108,14 +111,14 @@ class _Run:
         log, first = _Log([*copies[0], *copies[1]]), graph.next_number()
         with log:
             self.new, y = loop.step(t, *copies)
-        self.nodes, self.calls = graph.next_number() - first, log.calls
+        self.nodes, self.calls, self.told = graph.next_number() - first, log.calls, log.told
         self.ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
 
     def kept(self) -> bool:
         """Whether it has changed nothing of what it was given."""
         return all(_are_same(x, y) and not (isinstance(y, Tensor) and y._backward_hooks) for x, y in self.given)
 
-    def is_as(self, other: "_Run") -> bool:
+    def is_as(self, other: "_Trial") -> bool:
         """Whether another did and gave the same, and both changed nothing."""
         pairs = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
         same = self.calls == other.calls and self.kept() and other.kept()
