@@ -4,15 +4,17 @@ import pytest
 import torch
 from torch import Tensor
 
-from tensorloop.compiler.emitter.device.devices import Nvptx
+from tensorloop.compiler.emitter.device.devices import Coroutines, Nvptx
 from tensorloop.compiler.emitter.device.kernel import device_text
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.ir.kernels import Matmul
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import Step, Unsupported
+from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.compiler.targets.ptx import made
 from tensorloop.compiler.targets.ptx.assemble import ptx_of
 from tests.support import ptxas, sass
+from tests.support.lane_races import unneeded_waits
 from tests.support.lanes import LanesCore
 from tests.support.recurrences import Given, assert_same, recurrence
 from tests.support.recurrent_cells import CELLS, inputs
@@ -52,6 +54,38 @@ def test_several_lanes_make_an_element(depth, columns, rows, lanes, groups, adde
     for order in ("as is", "random"):
         core = LanesCore(rec, lanes, groups, order, guarded=True, local=1 << 20)
         assert_same(core, rec, 4, *given, **tolerance)
+
+
+def test_a_team_without_an_element_reads_what_is_there() -> None:
+    """62 of 64 teams: their rows would lie far behind all memory of the group."""
+    rec, given = product(12, 1, 2, torch.float64, added=False)
+    assert max(teams(rec, Nvptx("sm_80", 256, groups=1))) == 4
+    assert_same(LanesCore(rec, 256, 1, guarded=True, local=1 << 20), rec, 4, *given)
+
+
+@pytest.mark.parametrize(("depth", "columns", "rows", "groups"), [(64, 8, 2, 2), (12, 5, 3, 1), (16, 2, 4, 2)])
+def test_lanes_of_a_team_meet_nowhere(depth: int, columns: int, rows: int, groups: int) -> None:
+    rec, _ = product(depth, columns, rows, torch.float64, added=True)
+    plan = KernelPlan(lowered(rec), Coroutines(host(), 64, groups))
+    assert max(share.team for share in plan.shares) > 1
+    assert unneeded_waits(plan) == []
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+def test_quotients_have_all_their_digits(dtype: torch.dtype) -> None:
+    """From an approximation of 23 and of 20 bits; at the ends, too, where one over the denominator is hardly normal."""
+    most = 87.3 if dtype == torch.float32 else 708.3
+    ends = torch.tensor([-most, most, 0.0, 1e-30, 9.2, -9.2], dtype=dtype)
+    x = torch.cat([ends, torch.randn(200, dtype=dtype) * 8])
+    given: Given = [], [x[None]], [torch.zeros(1)]
+
+    def body(inv, xs, c):
+        (x,) = xs
+        return {"carry": c, "outs": [x.sigmoid(), x.tanh(), x.expm1(), (x * x + 1).log()]}
+
+    rec = recurrence(body, *given)
+    tolerance = 6e-7 if dtype == torch.float32 else 2e-15
+    assert_same(LanesCore(rec, 32), rec, 1, *given, rtol=tolerance, atol=tolerance / 100)
 
 
 def test_idle_lanes_share_what_is_summed_up() -> None:

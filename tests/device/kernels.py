@@ -4,7 +4,9 @@ A pretended driver is given PTX, which no processor here runs. So each step's te
 lanes as coroutines of this machine, and a launch of the one runs the other.
 """
 
+import contextlib
 import ctypes
+from collections.abc import Iterator
 from typing import NamedTuple
 
 import torch
@@ -15,6 +17,7 @@ from tensorloop.compiler.emitter.device.piece import PieceText, piece_text
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.targets.cpu.host import host
 from tensorloop.compiler.targets.ptx import assemble, driver, made, piece_kernels
+from tensorloop.loop.compiled.run.plan import plans
 from tests.device import pretended, recording
 from tests.support.lanes import Lanes, Order
 from tests.support.pretended_driver import Launch
@@ -108,6 +111,17 @@ class PretendedKernels:
 
 
 _started: list[PretendedKernels] = []
+
+
+@contextlib.contextmanager
+def fresh() -> Iterator["PretendedKernels"]:
+    """No plan is there yet, nothing is left of faults or orders afterwards."""
+    found = start()
+    plans.clear()
+    yield found
+    found.library.fails.clear()
+    found.order.how = "as is"
+    plans.clear()
 
 
 def start() -> PretendedKernels:

@@ -29,12 +29,8 @@ Body = Callable[[Any, Any], tuple[Any, Any]]
 def asked(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedKernels]:
     """Kernels are asked for, and no plan is there yet."""
     monkeypatch.setenv(PtxTarget.variable, "1")
-    found = kernels.start()
-    plans.clear()
-    yield found
-    found.library.fails.clear()
-    found.order.how = "as is"
-    plans.clear()
+    with kernels.fresh() as found:
+        yield found
 
 
 def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -34,12 +34,8 @@ Loop = tuple[Callable[[Any], Any], list[Tensor]]
 def ran(monkeypatch: pytest.MonkeyPatch) -> Iterator[PretendedKernels]:
     """Pieces are made, and no plan is there yet."""
     monkeypatch.setattr(pieces, "SMALL", KINDS)
-    found = kernels.start()
-    plans.clear()
-    yield found
-    found.library.fails.clear()
-    found.order.how = "as is"
-    plans.clear()
+    with kernels.fresh() as found:
+        yield found
 
 
 def random(*size: int, dtype: torch.dtype = torch.float64) -> Tensor:

@@ -269,9 +269,11 @@ def _product(
     depth = range(unit.a.shape[-1])
     if dim == n + 1 and plan.rows is not None:
         depth = range(*_rows(plan, group))
-    yield Access(lane, unit.a.buffer, _at(unit.a, {**block, n: depth}), False)
-    if unit.b not in plan.packed:
-        yield Access(lane, unit.b.buffer, _at(unit.b, {**block, m: depth}), False)
+    for k in range(share.team):  # which take turns along what is summed up
+        part = range(depth.start + k, depth.stop, share.team)
+        yield Access(lane + k, unit.a.buffer, _at(unit.a, {**block, n: part}), False)
+        if unit.b not in plan.packed:
+            yield Access(lane + k, unit.b.buffer, _at(unit.b, {**block, m: part}), False)
     if unit.addend is not None:
         yield Access(lane, unit.addend.buffer, _at(unit.addend, block), False)
     yield Access(lane, unit.out.buffer, _at(unit.out, block), True)

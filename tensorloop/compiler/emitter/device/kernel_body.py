@@ -164,11 +164,11 @@ class KernelBody:
             size = array.buffer.bytes
             if array.buffer.kind != "sequence" or not isinstance(size, int):
                 continue
-            own = self.rows is not None and self.plan.has_rows(array.buffer)
-            begin, end = 0, size
-            if own and self.rows is not None:
-                begin, end = (code.times(at, size // self.rows.count) for at in (self.low, self.high))
-            if not 0 < size // (self.rows.groups if own and self.rows is not None else 1) < lanes * LINE_BYTES:
+            begin, end, part = 0, size, size
+            if self.rows is not None and self.plan.has_rows(array.buffer):
+                row = size // self.rows.count
+                begin, end, part = code.times(self.low, row), code.times(self.high, row), row * self.rows.share
+            if not 0 < part <= lanes * LINE_BYTES:  # a lane asks for one line
                 continue
             # Behind the last step this one's input is asked for again: there is no other.
             ahead = code.op(f"select i1 {more}, i64 {-size if step.source.reverse else size}, i64 0", "i64").text
