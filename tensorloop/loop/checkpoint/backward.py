@@ -30,19 +30,20 @@ class RunningSums:
         self._mine, self._in_place, self._together = [False] * n, in_place, together
 
     def add(self, grads: Iterable[Tensor | None]) -> None:
-        sums, more = list[Tensor](), list[Tensor]()
+        together: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
         for i, x in enumerate(grads):
             value = self.values[i]
             if x is None or value is None:
                 self.values[i] = x if value is None else value
             elif self._mine[i] and self._together and type(value) is type(x) is Tensor:
+                sums, more = together.setdefault(value.device, ([], []))
                 sums.append(value)
                 more.append(x)
             elif self._mine[i]:
                 value.add_(x)
             else:
                 self.values[i], self._mine[i] = value + x, self._in_place
-        if sums:
+        for sums, more in together.values():
             torch._foreach_add_(sums, more)  # pyright: ignore[reportPrivateImportUsage]
 
 

@@ -68,7 +68,12 @@ def same_bits(x: Tensor, y: Tensor) -> bool:
     """Whether two tensors of one kind are equal bit by bit, so that NaN equals itself."""
     if transforms.is_fake(x):
         return True
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))
+    return torch.equal(bits_of(x), bits_of(y))
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bytes of a tensor, one after the other."""
+    return x.reshape(-1).view(torch.uint8)
 
 
 def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:

@@ -15,7 +15,7 @@ from tensorloop.loop.checkpoint.ambient_state import AmbientState
 from tensorloop.loop.checkpoint.array_versions import close_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.fingerprints import Checked
-from tensorloop.loop.checkpoint.snapshots import KnownState, TriedStep, SavedTensor, State, flags_of
+from tensorloop.loop.checkpoint.snapshots import KnownState, SavedTensor, State, TriedStep, flags_of
 from tensorloop.loop.checkpoint.trial import Unwatched, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop

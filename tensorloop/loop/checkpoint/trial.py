@@ -25,7 +25,7 @@ from tensorloop._torch import graph
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop.loop.checkpoint.captures import Captures
-from tensorloop.loop.checkpoint.snapshots import TriedStep, State, flags_of, same_bits
+from tensorloop.loop.checkpoint.snapshots import State, TriedStep, bits_of, flags_of, same_bits
 from tensorloop.loop.effects.known import tells_numbers
 from tensorloop.loop.loop import Body, Loop
 
@@ -114,23 +114,31 @@ class _Trial:
         self.nodes, self.calls, self.told = graph.next_number() - first, log.calls, log.told
         self.ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
 
-    def kept(self) -> bool:
-        """Whether it has changed nothing of what it was given."""
-        return all(_are_same(x, y) and not (isinstance(y, Tensor) and y._backward_hooks) for x, y in self.given)
-
     def is_as(self, other: "_Trial") -> bool:
-        """Whether another did and gave the same, and both changed nothing."""
-        pairs = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
-        same = self.calls == other.calls and self.kept() and other.kept()
-        return same and all(_are_same(x, y) for x, y in pairs)
+        """Whether another did and gave the same, and both changed nothing of what they were given."""
+        if self.calls != other.calls or any(isinstance(y, Tensor) and y._backward_hooks for _, y in self.given):
+            return False
+        gave = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
+        return _are_same([*self.given, *other.given, *gave])
 
 
 def _copied(x: Any) -> Any:
     return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
 
 
-def _are_same(x: Any, y: Any) -> bool:
-    if x is None or y is None:
-        return x is y
-    dense = isinstance(x, Tensor) and isinstance(y, Tensor) and x.layout is torch.strided
-    return dense and x.stride() == y.stride() and same_bits(x, y)
+def _are_same(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether all are, bit by bit. A device is waited for once."""
+    waiting: dict[torch.device, list[Tensor]] = {}
+    for x, y in pairs:
+        if x is y is None:
+            continue
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.layout is torch.strided is y.layout):
+            return False
+        if (x.shape, x.dtype, x.device, x.stride()) != (y.shape, y.dtype, y.device, y.stride()):
+            return False
+        if x.device.type == "cpu":
+            if not same_bits(x, y):
+                return False
+        elif x.numel():
+            waiting.setdefault(x.device, []).append((bits_of(x) == bits_of(y)).all())
+    return all(bool(torch.stack(flags).all()) for flags in waiting.values())

@@ -34,7 +34,7 @@ AT_ONCE = 1024  # steps that run at once where nothing is kept of them, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BlocksOfSteps:
     """How a loop is cut into blocks of `size` steps, and where the carries before them are kept."""
 
     schedule: Schedule
@@ -42,7 +42,7 @@ class Blocks:
     offload: Any = None
 
 
-def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> Blocks:
+def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> BlocksOfSteps:
     """The blocks of a loop; of a budget they get one half at most, and carries the rest."""
     carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed() + bytes_a_step(plan), 1)
     own = checkpoints if isinstance(checkpoints, Schedule) else None
@@ -57,14 +57,14 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
         size = checkpoints.residuals or size
     if budget is not None:
         k = max((budget - size * step) // carry, 1)
-    return Blocks(own or schedule.of(k or 1, 0 if known else None), size, offload)
+    return BlocksOfSteps(own or schedule.of(k or 1, 0 if known else None), size, offload)
 
 
 @dataclasses.dataclass
 class RunInBlocks(RunAtOnce):
     """A loop that runs by a plan in blocks. It ends after `most` steps, if not before."""
 
-    blocks: Blocks = dataclasses.field(kw_only=True)
+    blocks: BlocksOfSteps = dataclasses.field(kw_only=True)
     name: str = dataclasses.field(kw_only=True)
     most: int | None = None
 
