@@ -34,6 +34,7 @@ if TYPE_CHECKING:
     from tensorloop.schedule.base import Periodic as Periodic
     from tensorloop.schedule.base import Schedule as Schedule
     from tensorloop.schedule.base import StoreAll as StoreAll
+    from tensorloop.schedule.budgeted import Budgeted as Budgeted
     from tensorloop.schedule.counting import advances as advances
     from tensorloop.schedule.counting import of as of
     from tensorloop.schedule.hierarchy import Hierarchy as Hierarchy
@@ -46,6 +47,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         {
             "schedule.actions": ("Action", "Advance", "Backward", "Drop", "Forward", "Restore", "Snapshot"),
             "schedule.base": ("Binomial", "Blocks", "Periodic", "Schedule", "StoreAll"),
+            "schedule.budgeted": ("Budgeted",),
             "schedule.counting": ("advances", "of"),
             "schedule.hierarchy": ("Hierarchy", "Level"),
             "schedule.online": ("Online",),

@@ -72,6 +72,10 @@ class Schedule(abc.ABC):
             >>> list(tl.schedule.StoreAll().reverse(1, [0]))
             [Restore(step=0), Drop(step=0), Backward(step=0)]
         """
+        return reverse_segments(length, self._checked(length, held), self.k)
+
+    def _checked(self, length: int, held: Sequence[int]) -> list[int]:
+        """The steps of the snapshots that `reverse` was given, in order."""
         name = f"{type(self).__name__}.reverse"
         length = as_count(length, 0, name, "length")
         snapshots = sorted(set(held))
@@ -81,7 +85,7 @@ class Schedule(abc.ABC):
             raise ValueError(f"{name}: held must be steps from 0 to the length {length}; got {snapshots}")
         if self.k is not None and len(snapshots) > self.k:
             raise ValueError(f"{name}: {len(snapshots)} snapshots are held, but k is {self.k}; sweep() keeps too many")
-        return reverse_segments(length, snapshots, self.k)
+        return snapshots
 
     def __repr__(self) -> str:
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
@@ -257,8 +261,8 @@ class Blocks(Schedule):
             return block * self.steps if length is None else min(block * self.steps, length)
 
         match action:
-            case Advance(start, stop):
-                return Advance(at(start), at(stop))
+            case Advance(start, stop, keep):
+                return Advance(at(start), at(stop), keep)
             case Snapshot(block, place):
                 return Snapshot(at(block), place)
             case Restore(block) | Drop(block):

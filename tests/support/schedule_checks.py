@@ -28,10 +28,10 @@ class Machine:
     def do(self, action: Action) -> None:
         self.done.append(action)
         match action:
-            case Advance(start, stop):
+            case Advance(start, stop, keep):
                 rule(self.at == start, f"{action}: the working state is at {self.at}")
                 rule(start < stop <= self.length, f"{action}: not a stretch of the {self.length} steps")
-                self.extra += stop - start
+                self.extra += 0 if keep else stop - start
                 self.at = stop
             case Snapshot(step):
                 rule(self.at == step, f"{action}: the working state is at {self.at}")
