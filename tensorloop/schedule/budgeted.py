@@ -19,7 +19,7 @@ from collections.abc import Iterator, Sequence
 from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Restore, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
 
-_CLOSELY = 256  # segments up to so long are split where splits near by cost no less, too
+_CLOSELY = 48  # segments up to so long are split where splits near by cost no less, too
 
 
 class Budgeted(Schedule):
@@ -167,6 +167,7 @@ class _Sizes:
             return math.inf, 1
         least, most = self._bounds(n, i)
         middles = {least, most, max(most - 1, 1), (least + most) // 2, max(n - self.longest(i + 1, 0), 1)}
-        return min(
-            (middle + self._closely(middle, i)[0] + self._closely(n - middle, i + 1)[0], middle) for middle in middles
-        )
+        return min((self._cost(n, middle, i), middle) for middle in middles)
+
+    def _cost(self, n: int, middle: int, i: int) -> float:
+        return middle + self._closely(middle, i)[0] + self._closely(n - middle, i + 1)[0]

@@ -1,6 +1,7 @@
 """`tl.schedule.Budgeted`: its rules, its bytes, and its extra steps beside the best there is."""
 
 import functools
+import itertools
 import math
 import random
 
@@ -80,7 +81,7 @@ def test_more_bytes_are_never_more_steps() -> None:
     for length in (7, 64, 200):
         extra = [schedule.advances(Budgeted(budget, 2, 7), length) for budget in range(7, 7 * length + 8)]
         assert extra[-1] == 0
-        assert all(later <= before * 1.05 for before, later in zip(extra, extra[1:], strict=False))
+        assert all(later <= before * 1.05 for before, later in itertools.pairwise(extra))
 
 
 def test_long_loops_are_planned_at_once() -> None:

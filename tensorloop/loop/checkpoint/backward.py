@@ -16,8 +16,9 @@ from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import gradients
 from tensorloop.loop.checkpoint.in_order import reversal, singly
-from tensorloop.loop.checkpoint.replay import Recomputed, Replay
+from tensorloop.loop.checkpoint.replay import Replay
 from tensorloop.loop.checkpoint.snapshots import State
+from tensorloop.loop.checkpoint.steps import Recomputed
 from tensorloop.loop.checkpoint.substitutes import differentiate
 from tensorloop.loop.checkpoint.sweep_result import ArrayOutput, CarryOutput, DepartedRows, Output, StackedOutput
 
@@ -86,7 +87,7 @@ class Reversal:
                 actions = singly(actions, snapshots.by_step)
             for action in actions:
                 if isinstance(action, schedule.Restore):
-                    state = self.replay.restore(action.step)
+                    state = [] if (action.step, swept.taken) in swept.kept else self.replay.restore(action.step)
                 elif isinstance(action, schedule.Drop):
                     snapshots.drop(action.step)
                 elif isinstance(action, schedule.Advance):
@@ -113,9 +114,16 @@ class Reversal:
         return grads + self.sums.values
 
     def _reverse(self, start: int, stop: int, state: State) -> None:
-        """Runs these steps with residuals and differentiates them."""
+        """Runs these steps with residuals, but those whose residuals were kept, and differentiates them."""
+        kept = next((at for at in self.swept.kept if start <= at[0] and at[1] == stop), None)
+        if kept is not None:
+            self._differentiate(self.swept.kept.pop(kept))
+            stop = kept[0]
+        if start < stop:
+            self._differentiate(self.replay.reverse(start, stop, state))
+
+    def _differentiate(self, step: Recomputed) -> None:
         swept = self.swept
-        step = self.replay.reverse(start, stop, state)
         outputs, grads = self._outputs(step)
         after: dict[int, Tensor] = {}
         if outputs:

@@ -3,7 +3,7 @@
 import threading
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -14,22 +14,12 @@ from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here, library_code, running
 from tensorloop._torch import graph
 from tensorloop.loop.checkpoint.snapshots import State, as_leaves
+from tensorloop.loop.checkpoint.steps import Recomputed
 from tensorloop.loop.checkpoint.substitutes import substitute
 from tensorloop.loop.checkpoint.sweep_result import SweepResult
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.buffer import Buffer
 from tensorloop.tensor_array.internals import store_of
-
-
-class Recomputed(NamedTuple):
-    """Steps that were run with residuals: the leaves that its graph begins at, and what it gave."""
-
-    inputs: list[tuple[int, Tensor]]  # of the state: (place, leaf, or token of an array)
-    rows: list[tuple[int, int, Tensor]]  # of xs, those with gradient: (leaf, step, slice)
-    carry: list[Any]  # by place; of arrays the tokens
-    ys: list[tuple[int, list[Any]]]  # by step
-    departed: list[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
-    reads: list[Tensor | None]  # tokens of captured arrays
 
 
 class Replay:
@@ -146,27 +136,20 @@ class Replay:
 
     def _known(self, steps: range, leaves: list[Any], found: Recomputed) -> list[Any]:
         """Runs known steps as those of a plain loop: the leaves that the last one gave."""
-        known, unwatched, xs = self.steps.known, self.steps.unwatched, self.swept.inputs.xs
-        assert known is not None
-        assert unwatched is not None
-        first = graph.next_number()
-        with unwatched as loop:
-            tree = None if loop.outputs is None else loop.outputs.tree
-            for t in steps:
-                self.at, row = t, self.steps.views(t)
-                for k, _ in xs:
-                    row[k] = row[k].detach().requires_grad_()
-                    found.rows.append((k, t, row[k]))
-                leaves, y = loop.step(t, leaves, row)
-                if tree is not None:
-                    found.ys.append((t, tree.flatten(y) or []))
-                if self.swept.draws:
-                    self.draw_again(t, leaves)
-        if (nodes := graph.next_number() - first) != known.nodes * len(steps):
+        assert self.steps.known is not None
+        expected, first = self.steps.known.nodes * len(steps), graph.next_number()
+
+        def then(t: int, leaves: list[Any], _: Any) -> None:
+            self.at = t + 1
+            if self.swept.draws:
+                self.draw_again(t, leaves)
+
+        leaves = self.steps.run_recorded(steps, leaves, found, then)
+        if (nodes := graph.next_number() - first) != expected:
             raise Misuse(
                 f"step {steps[0]}, or one of the {len(steps) - 1} after it, did not repeat itself: with a gradient "
-                f"they made {known.nodes * len(steps)} nodes of autograd's graph in the forward pass and {nodes} in "
-                f"their replay; a body must depend on nothing that changes in between"
+                f"they made {expected} nodes of autograd's graph in the forward pass and {nodes} in their replay; a "
+                f"body must depend on nothing that changes in between"
             )
         return leaves
 

@@ -1,7 +1,7 @@
 """The steps of one loop, as its sweep and its replays run them: from a state that is kept to the next."""
 
 from collections.abc import Callable, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -21,6 +21,17 @@ from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
+
+
+class Recomputed(NamedTuple):
+    """Holds steps that were run with residuals: the leaves that its graph begins at, and what it gave."""
+
+    inputs: list[tuple[int, Tensor]]  # of the state: (place, leaf, or token of an array)
+    rows: list[tuple[int, int, Tensor]]  # of xs, those with gradient: (leaf, step, slice)
+    carry: list[Any]  # by place; of arrays the tokens
+    ys: list[tuple[int, list[Any]]]  # by step
+    departed: list[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
+    reads: list[Tensor | None]  # tokens of captured arrays
 
 
 class Steps:
@@ -107,6 +118,25 @@ class Steps:
                 leaves, y = loop.step(t, leaves, self.views(t))
                 going, t = then(t, leaves, y), t + 1
         return self.known.state_of(leaves)
+
+    def run_recorded(
+        self, steps: range, leaves: list[Any], found: Recomputed, then: Callable[[int, list[Any], Any], None]
+    ) -> list[Any]:
+        """Runs known steps with residuals, and calls `then` after each: the leaves that the last one gave."""
+        assert self.unwatched is not None
+        recorded = [k for k, (x, _) in enumerate(self.xs) if x is not None and x.requires_grad]
+        with self.unwatched as loop:
+            tree = None if loop.outputs is None else loop.outputs.tree
+            for t in steps:
+                row = self.views(t)
+                for k in recorded:
+                    row[k] = row[k].detach().requires_grad_()
+                    found.rows.append((k, t, row[k]))
+                leaves, y = loop.step(t, leaves, row)
+                if tree is not None:
+                    found.ys.append((t, tree.flatten(y) or []))
+                then(t, leaves, y)
+        return leaves
 
     def views(self, t: int) -> list[Any]:
         """The slices of a known step, which changes none of them."""

@@ -15,8 +15,8 @@ from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves
-from tensorloop.loop.checkpoint.steps import Steps, saved
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, TriedStep, as_leaves
+from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
 from tensorloop.loop.checkpoint.sweep_result import Inputs, Output, SweepResult
 from tensorloop.loop.loop import Loop
@@ -45,6 +45,7 @@ class Sweep:
         self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
         self.waiting: list[Any] = []  # ys of known steps that are yet to be copied
         self.residual_bytes = 0  # of the first step, where a budget asks for it
+        self.kept: dict[tuple[int, int], Recomputed] = {}  # steps that ran with residuals: (first, end)
 
     def run(self, progress: Any) -> State:
         """Runs all steps once. The state after the last."""
@@ -61,7 +62,7 @@ class Sweep:
                 elif isinstance(action, schedule.Drop):
                     self.snapshots.drop(action.step)
                 elif going:
-                    state, going = self._advance(state, action.stop, progress)
+                    state, going = self._advance(state, action.stop, progress, action.keep)
                 if not going:
                     break
             else:
@@ -90,6 +91,7 @@ class Sweep:
             arrays=[a for a in captures.arrays.values() if a.token is not None],
             captures=list(captures.recorded.values()),
         )
+        substitutes = {id(x): x.detach().requires_grad_() for x in entangled(inputs.captures)}
         given = [*inputs.all, *(x for x in self.loop.init if isinstance(x, Tensor))]
         given += [x for x, _ in steps.xs if x is not None]
         return SweepResult(
@@ -106,7 +108,8 @@ class Sweep:
             departed_at=[step for step, _, _ in self.departed],
             given=given,
             versions=Versions(given),
-            substitutes={id(x): x.detach().requires_grad_() for x in entangled(inputs.captures)},
+            kept={} if substitutes else self.kept,
+            substitutes=substitutes,
         )
 
     def _begin(self) -> State:
@@ -136,25 +139,23 @@ class Sweep:
                 yield action
 
     def _schedule_within(self, budget: int, carry: int, residuals: int | None) -> Schedule:
-        """The schedule for a budget: in blocks, if it has room for the carries before all of them."""
-        step, length = self.residual_bytes, self.length
+        """The schedule for a budget, of what is kept."""
+        step, length = max(self.residual_bytes, 1), self.length
+        if length is not None and residuals is None:
+            places = 0 if self.snapshots.places.default is not None else carry
+            return schedule.Budgeted(max(budget, step), places, step)
+        most = residuals or max(budget // (2 * step), 1)
+        return schedule_of(max((budget - most * step) // carry, 1), length, most)
 
-        def room(steps: int) -> int:
-            return max((budget - steps * step) // carry, 1)
-
-        if residuals is None and length is not None:
-            fitting = (n for n in (16, 8, 4, 2) if n * step < budget and room(n) * n >= length)
-            residuals = next(fitting, None)
-        return schedule_of(room(residuals or 1), length, residuals)
-
-    def _advance(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
-        """Runs the steps before `stop`, or fewer: (state, whether the loop goes on).
+    def _advance(self, state: State, stop: int, progress: Any, keep: bool) -> tuple[State, bool]:
+        """Runs the steps before `stop`, or fewer: (state, whether the loop goes on). `keep`: known ones with residuals.
 
         That is asked after each step, not before the next: a snapshot of the loop's end would be wasted.
         """
         while self.loop.taken < stop:
             if self.steps.knows(state):
-                return self._advance_known(state, stop, progress)
+                keep = keep and self.loop.cond is self.loop.until is None
+                return (self._keep if keep else self._advance_known)(state, stop, progress)
             state = self._step(self.loop.taken, state)
             self.loop.taken += 1
             progress.update()
@@ -219,24 +220,41 @@ class Sweep:
 
     def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """As `_advance`, of steps that need not be watched."""
-        loop, outputs, known = self.loop, self.loop.outputs, self.steps.known
+        loop, known = self.loop, self.steps.known
         assert known is not None
-        waiting = self.waiting
 
         def then(t: int, leaves: list[Any], y: Any) -> bool:
-            if outputs is not None:
-                waiting.append(y)
-                if len(waiting) == AT_A_TIME:
-                    outputs.extend(waiting)
+            self._take_known(t, y, known, progress)
             if loop.until is not None:
                 self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
-            self.captures.calls.append(known.calls)
-            loop.taken = t + 1
-            progress.update()
             return loop.cond is loop.until is None or self._ask(known.state_of(leaves))
 
         state = self.steps.run_known(loop.taken, stop, state, then)
         return state, self._ask(state) if loop.cond is loop.until is None else loop.going
+
+    def _take_known(self, t: int, y: Any, known: TriedStep, progress: Any) -> None:
+        """Takes what a known step put out."""
+        if (outputs := self.loop.outputs) is not None:
+            self.waiting.append(y)
+            if len(self.waiting) == AT_A_TIME:
+                outputs.extend(self.waiting)
+        self.captures.calls.append(known.calls)
+        self.loop.taken = t + 1
+        progress.update()
+
+    def _keep(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
+        """As `_advance`, of known steps whose residuals are kept."""
+        known, start = self.steps.known, self.loop.taken
+        assert known is not None
+        leaves, recorded, tokens = as_leaves(state)
+        found = Recomputed(recorded + tokens, [], [], [], [], [])
+        leaves = self.steps.run_recorded(
+            range(start, stop), leaves, found, lambda t, _, y: self._take_known(t, y, known, progress)
+        )
+        found.carry.extend(leaves)
+        self.kept[start, stop] = found
+        state = known.state_of(leaves)
+        return state, self._ask(state)
 
     def _hooked(self, i: int) -> Misuse:
         name = f"carry{self.loop.carry.tree.paths[i]}"
