@@ -100,7 +100,7 @@ class Reversal:
                     self.bar.update(action.steps)
                     state = []
         except BaseException as error:
-            error.add_note(f"raised in the replay of step {self.replay.at} of {swept.name}")
+            error.add_note(f"raised in the replay of step {self.replay.steps.at} of {swept.name}")
             snapshots.forget()
             raise
         return self._found()
@@ -115,10 +115,11 @@ class Reversal:
 
     def _reverse(self, start: int, stop: int, state: State) -> None:
         """Runs these steps with residuals, but those whose residuals were kept, and differentiates them."""
-        kept = next((at for at in self.swept.kept if start <= at[0] and at[1] == stop), None)
-        if kept is not None:
-            self._differentiate(self.swept.kept.pop(kept))
-            stop = kept[0]
+        if self.swept.kept:
+            kept = next((at for at in self.swept.kept if start <= at[0] and at[1] == stop), None)
+            if kept is not None:
+                self._differentiate(self.swept.kept.pop(kept))
+                stop = kept[0]
         if start < stop:
             self._differentiate(self.replay.reverse(start, stop, state))
 

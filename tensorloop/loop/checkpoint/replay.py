@@ -28,7 +28,6 @@ class Replay:
     def __init__(self, swept: SweepResult, shown: bool) -> None:
         self.swept, self.steps, self.shown = swept, swept.steps, shown
         self.lock = threading.RLock()  # one backward at a time; a nested loop's runs inside
-        self.at = 0  # the step that runs, for errors
         captures = self.steps.captures
         # A y that a later step changes has the graph of that change; what a body asks of autograd, and loops in it, see
         # the graph of their own step.
@@ -64,7 +63,7 @@ class Replay:
     def advance(self, start: int, stop: int, state: State) -> State:
         """Runs steps for the state after them alone."""
         for t in range(start, stop):
-            self.at = t
+            self.steps.at = t
             if self.steps.knows(state):
                 return self.steps.run_known(t, stop, state, self._drawn_again)
             state = self._advance(t, state)
@@ -72,7 +71,7 @@ class Replay:
 
     def _drawn_again(self, t: int, new: list[Any], _: Any) -> bool:
         """After a known step that is run for its state alone: another may follow."""
-        self.at = t + 1
+        self.steps.at = t + 1
         if self.swept.draws:
             self.draw_again(t, new)
         return True
@@ -106,7 +105,7 @@ class Replay:
         is_known = self.steps.knows(state) and not self.swept.substitutes
         known = range(max(start, 1), min(stop, last)) if is_known else range(0)
         for t in range(start, stop):
-            self.at = t
+            self.steps.at = t
             if t not in known:
                 leaves = self._watched(t, leaves, recorded if t == start else (), found, t > start)
                 if self.swept.draws and t + 1 < stop:
@@ -139,12 +138,7 @@ class Replay:
         assert self.steps.known is not None
         expected, first = self.steps.known.nodes * len(steps), graph.next_number()
 
-        def then(t: int, leaves: list[Any], _: Any) -> None:
-            self.at = t + 1
-            if self.swept.draws:
-                self.draw_again(t, leaves)
-
-        leaves = self.steps.run_recorded(steps, leaves, found, then)
+        leaves = self.steps.run_recorded(steps, leaves, found, self._drawn_again if self.swept.draws else None)
         if (nodes := graph.next_number() - first) != expected:
             raise Misuse(
                 f"step {steps[0]}, or one of the {len(steps) - 1} after it, did not repeat itself: with a gradient "

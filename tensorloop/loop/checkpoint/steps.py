@@ -63,6 +63,7 @@ class Steps:
         self.known: TriedStep | None = None
         self.unwatched: Unwatched | None = None
         self.is_tried = check
+        self.at = 0  # the step that a replay runs, for errors
         self.follow(self.loop)
 
     def follow(self, loop: Loop) -> None:
@@ -120,22 +121,23 @@ class Steps:
         return self.known.state_of(leaves)
 
     def run_recorded(
-        self, steps: range, leaves: list[Any], found: Recomputed, then: Callable[[int, list[Any], Any], None]
+        self, steps: range, leaves: list[Any], found: Recomputed, then: Callable[[int, list[Any], Any], bool] | None
     ) -> list[Any]:
         """Runs known steps with residuals, and calls `then` after each: the leaves that the last one gave."""
         assert self.unwatched is not None
         recorded = [k for k, (x, _) in enumerate(self.xs) if x is not None and x.requires_grad]
         with self.unwatched as loop:
             tree = None if loop.outputs is None else loop.outputs.tree
-            for t in steps:
-                row = self.views(t)
+            for self.at in steps:
+                t, row = self.at, self.views(self.at)
                 for k in recorded:
                     row[k] = row[k].detach().requires_grad_()
                     found.rows.append((k, t, row[k]))
                 leaves, y = loop.step(t, leaves, row)
                 if tree is not None:
                     found.ys.append((t, tree.flatten(y) or []))
-                then(t, leaves, y)
+                if then is not None:
+                    then(t, leaves, y)
         return leaves
 
     def views(self, t: int) -> list[Any]:

@@ -1,6 +1,6 @@
 """The sweep: runs every step of a checkpointed loop once, and keeps the states that the schedule asks for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -15,7 +15,7 @@ from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, TriedStep, as_leaves
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
 from tensorloop.loop.checkpoint.sweep_result import Inputs, Output, SweepResult
@@ -44,6 +44,7 @@ class Sweep:
         self.ys_recorded: list[bool] = []  # which leaves of ys carry a gradient
         self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
         self.waiting: list[Any] = []  # ys of known steps that are yet to be copied
+        self.after_known: Callable[[int, list[Any], Any], bool] | None = None
         self.residual_bytes = 0  # of the first step, where a budget asks for it
         self.kept: dict[tuple[int, int], Recomputed] = {}  # steps that ran with residuals: (first, end)
 
@@ -139,13 +140,13 @@ class Sweep:
                 yield action
 
     def _schedule_within(self, budget: int, carry: int, residuals: int | None) -> Schedule:
-        """The schedule for a budget, of what is kept."""
+        """The schedule for a budget, without the carry at hand and the next, and what the step between them makes."""
         step, length = max(self.residual_bytes, 1), self.length
+        room = max(budget - 2 * carry - step, step)
         if length is not None and residuals is None:
-            places = 0 if self.snapshots.places.default is not None else carry
-            return schedule.Budgeted(max(budget, step), places, step)
-        most = residuals or max(budget // (2 * step), 1)
-        return schedule_of(max((budget - most * step) // carry, 1), length, most)
+            return schedule.Budgeted(room, 0 if self.snapshots.places.default is not None else carry, step)
+        residuals = residuals or max(room // (2 * step), 1)
+        return schedule_of(max((room - residuals * step) // carry, 1), length, residuals)
 
     def _advance(self, state: State, stop: int, progress: Any, keep: bool) -> tuple[State, bool]:
         """Runs the steps before `stop`, or fewer: (state, whether the loop goes on). `keep`: known ones with residuals.
@@ -220,41 +221,40 @@ class Sweep:
 
     def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """As `_advance`, of steps that need not be watched."""
-        loop, known = self.loop, self.steps.known
-        assert known is not None
-
-        def then(t: int, leaves: list[Any], y: Any) -> bool:
-            self._take_known(t, y, known, progress)
-            if loop.until is not None:
-                self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
-            return loop.cond is loop.until is None or self._ask(known.state_of(leaves))
-
-        state = self.steps.run_known(loop.taken, stop, state, then)
-        return state, self._ask(state) if loop.cond is loop.until is None else loop.going
-
-    def _take_known(self, t: int, y: Any, known: TriedStep, progress: Any) -> None:
-        """Takes what a known step put out."""
-        if (outputs := self.loop.outputs) is not None:
-            self.waiting.append(y)
-            if len(self.waiting) == AT_A_TIME:
-                outputs.extend(self.waiting)
-        self.captures.calls.append(known.calls)
-        self.loop.taken = t + 1
-        progress.update()
+        self.after_known = self.after_known or self._after_known(progress)
+        state = self.steps.run_known(self.loop.taken, stop, state, self.after_known)
+        return state, self._ask(state) if self.loop.cond is self.loop.until is None else self.loop.going
 
     def _keep(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
-        """As `_advance`, of known steps whose residuals are kept."""
+        """As `_advance_known`, of steps whose residuals are kept."""
         known, start = self.steps.known, self.loop.taken
         assert known is not None
         leaves, recorded, tokens = as_leaves(state)
         found = Recomputed(recorded + tokens, [], [], [], [], [])
-        leaves = self.steps.run_recorded(
-            range(start, stop), leaves, found, lambda t, _, y: self._take_known(t, y, known, progress)
-        )
+        leaves = self.steps.run_recorded(range(start, stop), leaves, found, self._after_known(progress))
         found.carry.extend(leaves)
         self.kept[start, stop] = found
         state = known.state_of(leaves)
         return state, self._ask(state)
+
+    def _after_known(self, progress: Any) -> Callable[[int, list[Any], Any], bool]:
+        """What is done after each known step: gives whether the loop goes on."""
+        loop, outputs, known, waiting = self.loop, self.loop.outputs, self.steps.known, self.waiting
+        assert known is not None
+
+        def then(t: int, leaves: list[Any], y: Any) -> bool:
+            if outputs is not None:
+                waiting.append(y)
+                if len(waiting) == AT_A_TIME:
+                    outputs.extend(waiting)
+            if loop.until is not None:
+                self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
+            self.captures.calls.append(known.calls)
+            loop.taken = t + 1
+            progress.update()
+            return loop.cond is loop.until is None or self._ask(known.state_of(leaves))
+
+        return then
 
     def _hooked(self, i: int) -> Misuse:
         name = f"carry{self.loop.carry.tree.paths[i]}"
