@@ -126,6 +126,6 @@ def test_what_is_refused(given, error, message) -> None:
 
 def test_a_length_must_be_known() -> None:
     with pytest.raises(ValueError, match="use Blocks"):
-        [*Budgeted(9, 1, 3).sweep(None)]
+        list(Budgeted(9, 1, 3).sweep(None))
     with pytest.raises(ValueError, match="held must contain step 0"):
-        [*Budgeted(9, 1, 3).reverse(4, [2])]
+        list(Budgeted(9, 1, 3).reverse(4, [2]))

@@ -14,23 +14,27 @@ class Checkpoints:
     """How many carries a loop keeps for backward, and where: for the argument `checkpoints` of a loop.
 
         tl.Checkpoints(k=16, offload="cpu")  # 16 carries, in main memory
-        tl.Checkpoints(budget=200 * 2**20)  # as many as fit into 200 MiB
+        tl.Checkpoints(budget=200 * 2**20)  # as many as fit into 200 MiB, and the residuals of as many steps
 
     Give exactly one of k and budget.
 
     Args:
         k: int, the most carries held at once, the first one included. `checkpoints=16` is short for
             `Checkpoints(k=16)`.
-        budget: int, bytes. The loop takes the largest k that fits, at least 1, from the measured size of one carry and
-            of what one step saves for backward; several steps are reversed at once where both fit for them.
+        budget: int, bytes. The first step is measured: its carry, and what it saves for backward (its residuals). Then
+            residuals of the last steps are kept where they fit, so that backward does not run those again, and carries
+            before them (`tl.schedule.Budgeted`; where the length is not known, `Blocks` of `Online`). Two carries and
+            one step's residuals are set aside for the step at hand. A budget too small for any of this has one carry
+            and one step's residuals; arrays, ys and gradients are not counted. Residuals stay from the forward pass
+            where steps run unwatched ([loops](loops.md#checkpoints)); others are run again in stretches.
         offload: where carries are kept. None (default): where they are. "cpu": in main memory. A folder (str or Path):
             in files, which are deleted with the last of them.
         check: bool, default False. True compares what each step that runs again in backward gives, and the random
             generators it moves (torch's, NumPy's, Python's), with the forward pass, bit for bit. For debugging: it
             costs a pass over the carry and some 70 us each time a step runs, and some hundred bytes a step for each
             leaf.
-        residuals: int, default one (with `budget`: as many as fit). How many steps backward runs again and reverses at
-            once, holding what they save for backward. Carries are kept between blocks of so many steps: with k of at
+        residuals: int, default one (with `budget`: as the bytes allow). How many steps backward runs again and
+            reverses at once, holding what they save for backward. Carries are kept between blocks of so many steps: with k of at
             least T / residuals, no step runs more than twice.
 
     Raises:

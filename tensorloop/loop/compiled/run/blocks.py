@@ -48,12 +48,14 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
     own = checkpoints if isinstance(checkpoints, Schedule) else None
     offload = None if isinstance(checkpoints, Schedule) else checkpoints.offload
     k, budget = checkpoints.k, None if isinstance(checkpoints, Schedule) else checkpoints.budget
+    if isinstance(own, schedule.Budgeted):  # made for other steps than those of a program
+        own, budget = None, own.budget
     in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k
     room = max((in_memory or 1) * carry, FREE_BYTES) if budget is None else budget // 2
     size = max(1, min(MOST_STEPS, room // step))
     if isinstance(own, schedule.Blocks):
         own, size = own.of, own.steps
-    elif not isinstance(checkpoints, Schedule):
+    elif isinstance(checkpoints, Checkpoints):
         size = checkpoints.residuals or size
     if budget is not None:
         k = max((budget - size * step) // carry, 1)
