@@ -34,8 +34,8 @@ class Checkpoints:
             costs a pass over the carry and some 70 us each time a step runs, and some hundred bytes a step for each
             leaf.
         residuals: int, default one (with `budget`: as the bytes allow). How many steps backward runs again and
-            reverses at once, holding what they save for backward. Carries are kept between blocks of so many steps: with k of at
-            least T / residuals, no step runs more than twice.
+            reverses at once, holding what they save for backward. Carries are kept between blocks of so many steps:
+            with k of at least T / residuals, no step runs more than twice.
 
     Raises:
         TypeError: an argument of another type.

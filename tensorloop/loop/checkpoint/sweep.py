@@ -238,7 +238,7 @@ class Sweep:
         return state, self._ask(state)
 
     def _after_known(self, progress: Any) -> Callable[[int, list[Any], Any], bool]:
-        """What is done after each known step: gives whether the loop goes on."""
+        """Returns what is done after each known step, and says whether the loop goes on."""
         loop, outputs, known, waiting = self.loop, self.loop.outputs, self.steps.known, self.waiting
         assert known is not None
 
