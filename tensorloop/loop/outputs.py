@@ -1,6 +1,6 @@
 """What a scan collects: the outputs of all steps, stacked along one dim."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import torch
@@ -17,6 +17,26 @@ from tensorloop.packed.table.base import any_packed
 from tensorloop.tensor_array.array import TensorArray
 
 _NUMBERS = (bool, int, float, complex)
+CHUNK = 64  # slices that are made at once
+
+
+class Views:
+    """Slices of a tensor along a dim, made some at a time."""
+
+    __slots__ = ("_dim", "_number", "_some", "_x", "backwards")
+
+    def __init__(self, x: Tensor, dim: int, backwards: bool = False) -> None:
+        self._x, self._dim, self.backwards = x, dim, backwards
+        self._number, self._some = -1, ()
+
+    def at(self, i: int) -> Tensor:
+        """Slice i, or i from the end where they come backwards."""
+        i = self._x.shape[self._dim] - 1 - i if self.backwards else i
+        number, place = divmod(i, CHUNK)
+        if number != self._number:
+            size = min(CHUNK, self._x.shape[self._dim] - number * CHUNK)
+            self._number, self._some = number, self._x.narrow(self._dim, number * CHUNK, size).unbind(self._dim)
+        return self._some[place]
 
 
 class Outputs:
@@ -36,6 +56,14 @@ class Outputs:
         leaves = self.leaves_of(y, step)
         for column, leaf in zip(self.columns, leaves, strict=True):
             column.append(leaf)
+
+    def extend(self, ys: list[Any]) -> None:
+        """Takes outputs of next steps away from a list: none carries a gradient, nor is changed by a later step."""
+        if ys and (tree := self.tree) is not None:
+            leaves = zip(*map(tree.flatten, ys), strict=True)  # pyright: ignore[reportArgumentType]
+            for column, values in zip(self.columns, leaves, strict=False):
+                column.extend(values)
+            ys.clear()
 
     def leaves_of(self, y: Any, step: int) -> list[Any]:
         """The leaves of an output, checked against those of the first."""
@@ -93,9 +121,9 @@ class Outputs:
         """The outputs of all steps as one tensor."""
         return torch.stack(list(values[::-1] if reverse else values), place(self.dim, values[0].dim()))
 
-    def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
-        """The view of ys, or of its gradient, that belongs to step t of so many."""
-        return ys.select(place(self.dim, ys.dim() - 1), steps - 1 - t if reverse else t)
+    def parts(self, ys: Tensor, reverse: bool) -> Callable[[int], Tensor]:
+        """The view of ys, or of its gradient, that belongs to a step."""
+        return Views(ys, place(self.dim, ys.dim() - 1), reverse).at
 
     def stack(self, reverse: bool) -> Any:
         """ys: each leaf stacked over the steps, in index order."""
@@ -120,6 +148,9 @@ class Values:
 
     def append(self, value: Any) -> None:
         self.values.append(value)
+
+    def extend(self, values: Sequence[Any]) -> None:
+        self.values.extend(values)
 
     def stack(self, reverse: bool) -> Tensor | None:
         if self.first is None:
@@ -158,20 +189,26 @@ class Column:
             self._room(y)[self.copied].copy_(y.detach())
             self.copied += 1
 
+    def extend(self, ys: Sequence[Tensor]) -> None:
+        """Copies outputs that carry no gradient."""
+        end = self.copied + len(ys)
+        torch.stack([*map(Tensor.detach, ys)], out=self._room(ys[0], len(ys))[self.copied : end])
+        self.copied = end
+
     def first(self) -> Tensor:
         """The output of the first step, in memory of its own or as autograd has it."""
         return self.waiting[0] if self.copies is None else self.copies[0].clone()
 
-    def _room(self, y: Tensor) -> Tensor:
-        """The copies, with room for another one."""
+    def _room(self, y: Tensor, more: int = 1) -> Tensor:
+        """The copies, with room for some more."""
         old = self.copies
-        if old is not None and self.copied < len(old):
+        if old is not None and self.copied + more <= len(old):
             return old
         with plain_mode():
-            room = self.length if old is None and self.length else max(2 * self.copied, 4)
+            room = self.length if old is None and self.length else max(2 * self.copied, self.copied + more, 4)
             self.copies = torch.empty((room, *y.shape), dtype=y.dtype, device=y.device)
             if old is not None:
-                self.copies[: self.copied].copy_(old)
+                self.copies[: self.copied].copy_(old[: self.copied])
         return self.copies
 
     def _spill(self) -> None:

@@ -6,6 +6,8 @@ either way. ys are joined in time order and brought back. How rows leave the car
 `stopped_rows`' business; here it is known beforehand.
 """
 
+from collections.abc import Callable
+from functools import partial
 from typing import Any
 
 import torch
@@ -111,8 +113,8 @@ class PackedOutputs(Outputs):
     def joined(self, values: Any, reverse: bool) -> Tensor:
         return torch.cat(list(values))
 
-    def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
-        return self.slices.part(ys, 0, t)
+    def parts(self, ys: Tensor, reverse: bool) -> Callable[[int], Tensor]:
+        return partial(self.slices.part, ys, 0)
 
     def of_no_steps(self, ys: Any) -> Any:
         ragged = self.slices.ragged

@@ -5,7 +5,7 @@ row is given its last real slice of xs again, as it is given its last real carry
 are collected in time order, so that they take what the rows' own steps put out and no more (`packed_scan`).
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from itertools import accumulate
 from typing import Any
 
@@ -188,9 +188,10 @@ class RowsOutputs(PackedOutputs):
         """How many rows an output of this step has."""
         return self.counts[step]
 
-    def part(self, ys: Tensor, t: int, steps: int, reverse: bool) -> Tensor:
+    def parts(self, ys: Tensor, reverse: bool) -> Callable[[int], Tensor]:
         """As of all outputs."""
-        return ys.narrow(0, [0, *accumulate(self.counts)][t], self.counts[t])
+        starts = [0, *accumulate(self.counts)]
+        return lambda t: ys.narrow(0, starts[t], self.counts[t])
 
     def in_time(self) -> tuple[Dim, Tensor, Tensor]:
         """As of packed outputs."""

@@ -14,12 +14,11 @@ from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
-from tensorloop.loop.outputs import Outputs
+from tensorloop.loop.outputs import CHUNK, Outputs, Views
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import length_of
 
-# Slices without gradient are copied, so that a body may change them; this many at a time, as one operation.
-CHUNK = 64
+# Slices without gradient are copied, so that a body may change them; CHUNK at a time, as one operation.
 TOGETHER = 16  # and where a replay may want but one of them, and has room for few
 
 
@@ -113,6 +112,10 @@ class Slices:
     def part(self, x: Tensor, dim: int, t: int) -> Tensor:
         """The view of x, a tensor of xs or its gradient, that belongs to step t."""
         return x.select(dim, self.index(t))
+
+    def views(self, x: Tensor, dim: int) -> Views:
+        """The slices of x, a tensor of xs, for steps that change none of them."""
+        return Views(x.detach(), dim)
 
     def outputs(self) -> Outputs:
         """Returns what collects the ys of this scan."""

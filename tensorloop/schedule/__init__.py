@@ -30,9 +30,11 @@ if TYPE_CHECKING:
     from tensorloop.schedule.actions import Restore as Restore
     from tensorloop.schedule.actions import Snapshot as Snapshot
     from tensorloop.schedule.base import Binomial as Binomial
+    from tensorloop.schedule.base import Blocks as Blocks
     from tensorloop.schedule.base import Periodic as Periodic
     from tensorloop.schedule.base import Schedule as Schedule
     from tensorloop.schedule.base import StoreAll as StoreAll
+    from tensorloop.schedule.budgeted import Budgeted as Budgeted
     from tensorloop.schedule.counting import advances as advances
     from tensorloop.schedule.counting import of as of
     from tensorloop.schedule.hierarchy import Hierarchy as Hierarchy
@@ -44,7 +46,8 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
         __name__,
         {
             "schedule.actions": ("Action", "Advance", "Backward", "Drop", "Forward", "Restore", "Snapshot"),
-            "schedule.base": ("Binomial", "Periodic", "Schedule", "StoreAll"),
+            "schedule.base": ("Binomial", "Blocks", "Periodic", "Schedule", "StoreAll"),
+            "schedule.budgeted": ("Budgeted",),
             "schedule.counting": ("advances", "of"),
             "schedule.hierarchy": ("Hierarchy", "Level"),
             "schedule.online": ("Online",),

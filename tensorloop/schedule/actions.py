@@ -6,17 +6,23 @@ from pathlib import Path
 from typing import Any
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Advance:
     """Run steps start..stop-1 from the working state, which is at `start`; it is at `stop` afterwards.
 
     Attributes:
         start: int, the first step to run.
         stop: int, one more than the last.
+        keep: bool, default False. True: what their gradient needs is kept for the Backward of the same steps, which
+            then runs none of them again. A loop that cannot do so runs them again.
     """
 
     start: int
     stop: int
+    keep: bool = False
+
+    def __repr__(self) -> str:
+        return f"Advance(start={self.start}, stop={self.stop}{', keep=True' if self.keep else ''})"
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -57,15 +63,20 @@ class Drop:
     step: int
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True, slots=True, repr=False)
 class Backward:
     """Run `step` with what its gradient needs, from the working state, and reverse it. That state is then lost.
 
     Attributes:
         step: int; the working state is at it.
+        steps: int, default 1: how many from there on are run one after the other and reversed at once.
     """
 
     step: int
+    steps: int = 1
+
+    def __repr__(self) -> str:
+        return f"Backward(step={self.step}{'' if self.steps == 1 else f', steps={self.steps}'})"
 
 
 Forward = Advance | Snapshot | Drop

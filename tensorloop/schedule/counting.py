@@ -58,9 +58,9 @@ def advances(schedule: Schedule, length: int, known: bool = True) -> int:
     at, total, held = 0, 0, set[int]()
     for action in schedule.sweep(length if known else None) if length else ():
         match action:
-            case Advance(start, stop):
+            case Advance(start, stop, keep):
                 at = min(stop, length)
-                total += at - start
+                total += 0 if keep else at - start
             case Snapshot(step):
                 held.add(step)
             case Drop(step):

@@ -25,6 +25,7 @@ from tensorloop._common.faces import late
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.overrides import unseen
 from tensorloop._torch.transforms import forward_ad, graph_task, maybe_level
 from tensorloop.tensor_array import checks, core
 from tensorloop.tensor_array.buffer import Buffer
@@ -145,25 +146,33 @@ class TensorArray(ArrayCore):
                     [3, 4]])
         """
         try:
-            if (
-                type(x) in PLAIN
-                and x.shape == self._shape
-                and x.dtype is self._dtype
-                and x.layout is _STRIDED
-                and x.device == self._device
-                and maybe_level() is None
-                and graph_task() == -1
-                and forward_ad._current_level < 0
-                and self._born >= here.serial
-                and self._mask is None
-            ):
-                assert self._store is not None
-                self._store.append(x)
+            if here.recorder is None or type(x) not in PLAIN:
+                self._append_one(x)
             else:
-                self._append(x)
+                _ = x.shape  # which recorders see; what else is asked of it is no use of the body's
+                with unseen():
+                    self._append_one(x)
         except Fact as fact:
             raise fact.named("TensorArray.append") from fact.__cause__
         return self
+
+    def _append_one(self, x: Tensor) -> None:
+        if (
+            type(x) in PLAIN
+            and x.shape == self._shape
+            and x.dtype is self._dtype
+            and x.layout is _STRIDED
+            and x.device == self._device
+            and maybe_level() is None
+            and graph_task() in (-1, self._task)
+            and forward_ad._current_level < 0
+            and self._born >= here.serial
+            and self._mask is None
+        ):
+            assert self._store is not None
+            self._store.append(x)
+        else:
+            self._append(x)
 
     @named("TensorArray.extend")
     def extend(self, xs: "Tensor | Iterable[Tensor]") -> Self:

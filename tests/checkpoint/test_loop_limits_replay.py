@@ -23,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
 from tensorloop import memory, schedule
-from tensorloop.loop.checkpoint import references
+from tensorloop.loop.checkpoint import step_use
 from tensorloop.loop.checkpoint.leaving import HeldTensorWarning
 from tensorloop.memory import collector_off
 from tensorloop.schedule import Advance, Backward, Restore, Schedule, Snapshot
@@ -363,9 +363,9 @@ def counted(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> 
     if request.param == "one fewer":
         count = sys.getrefcount
         monkeypatch.setattr(sys, "getrefcount", lambda x: count(x) - 2)  # one of them is this function's own
-    references.own_references.cache_clear()
+    step_use.own_references.cache_clear()
     yield
-    references.own_references.cache_clear()
+    step_use.own_references.cache_clear()
 
 
 @pytest.mark.usefixtures("counted")

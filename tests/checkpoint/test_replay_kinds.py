@@ -45,7 +45,11 @@ def test_a_sparse_tensor_in_the_carry(returns: str, layout: str, wants_gradient:
 
 
 @pytest.mark.parametrize("random", [False, True])
-@pytest.mark.parametrize("plan", [1, 2, tl.Checkpoints(budget=100), tl.Checkpoints(k=2, check=True)], ids=str)
+@pytest.mark.parametrize(
+    "plan",
+    [1, 2, tl.Checkpoints(budget=100), tl.Checkpoints(k=2, check=True), tl.Checkpoints(k=1, residuals=2)],
+    ids=str,
+)
 def test_tensors_without_numbers(plan: Any, random: bool) -> None:
     """Shapes and kinds, as `FakeTensorMode` gives them; random states stay what they are."""
     state = torch.get_rng_state()

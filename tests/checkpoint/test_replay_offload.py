@@ -12,9 +12,10 @@ from typing import Any
 import pytest
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorloop as tl
-from tensorloop import Checkpoints
+from tensorloop import Checkpoints, schedule
 from tensorloop.memory import collector_off, saved
 from tests.support.loop_cases import randn, rotate
 
@@ -125,14 +126,18 @@ def test_values_come_back_as_they_were(offload: str, dtype: torch.dtype, tmp_pat
     torch.testing.assert_close(run(plan), run(None))
 
 
-# -- a budget becomes a number of snapshots
+# -- a budget becomes a schedule
 
 
-@pytest.mark.parametrize(("carries", "k"), [(0.5, 1), (2.9, 1), (3, 1), (5, 3), (10, 8), (10.9, 8)])
+@pytest.mark.parametrize("carries", [0.5, 2.9, 5, 10, 10.9, 40, 200])
 @pytest.mark.parametrize("known", [True, False])
-def test_a_budget_holds_one_step_s_residuals_and_as_many_carries_as_fit(carries: float, k: int, known: bool) -> None:
-    """A step's graph keeps two tensors of the carry's size: a budget of n carries is n - 2 snapshots, at least one."""
-    body, x = Body(), torch.randn(B, D, requires_grad=True)
+def test_a_budget_is_spent_on_residuals_and_carries(carries: float, known: bool) -> None:
+    """A step's graph keeps two tensors of the carry's size. Steps of these loops keep nothing in the sweep."""
+    body, x, budget = Body(), torch.randn(B, D, requires_grad=True), int(carries * CARRY)
+    room = max(budget - 4 * CARRY, 2 * CARRY)
+    at_once = max(room // (4 * CARRY), 1)
+    k = max((room - at_once * 2 * CARRY) // CARRY, 1)
+    plan = schedule.Budgeted(room, CARRY, 2 * CARRY) if known else schedule.Blocks(schedule.Online(k), at_once)
 
     def loss(plan: Any) -> Tensor:
         if known:
@@ -140,10 +145,33 @@ def test_a_budget_holds_one_step_s_residuals_and_as_many_carries_as_fit(carries:
         start: Any = (x, 0)
         return tl.while_loop(lambda c: c[1] < 50, lambda c: (body(0, c[0]), c[1] + 1), start, checkpoints=plan)[0].sum()
 
-    torch.autograd.grad(loss(Checkpoints(budget=int(carries * CARRY))), (x, body.w))
+    torch.autograd.grad(loss(Checkpoints(budget=budget)), (x, body.w))
     calls, body.calls = body.calls, 0
-    torch.autograd.grad(loss(k), (x, body.w))
+    torch.autograd.grad(loss(plan), (x, body.w))
     assert calls == body.calls
+
+
+class Products(TorchDispatchMode):
+    """Counts products of matrices."""
+
+    count = 0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        self.count += func is torch.ops.aten.mm.default
+        return func(*args, **(kwargs or {}))
+
+
+def test_more_bytes_are_never_more_steps() -> None:
+    found, w = [], torch.eye(D, requires_grad=True)
+    for carries in (1, 5, 10, 20, 40, 80, 160, 320):
+        x, xs = torch.randn(B, D, requires_grad=True), torch.randn(50, B, D)
+        with Products() as products:
+            plan = Checkpoints(budget=carries * CARRY)
+            h, _ = tl.scan(lambda h, x: ((h @ w).sin() + x, None), x, xs, checkpoints=plan)
+            h.sum().backward()
+        found.append(products.count - 2 * 50)  # backward has two of a step
+    assert found == sorted(found, reverse=True)
+    assert found[-1] <= 50 + 3 + 2  # those that were watched run again, and one is tried twice
 
 
 def test_a_budget_is_kept(tmp_path: Path) -> None:

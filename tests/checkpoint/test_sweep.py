@@ -52,8 +52,8 @@ def test_steps_are_run_again_from_a_result_that_does_not_change() -> None:
 
     replay = Replay(swept, shown=False)
     with replay.as_then():
-        state = replay.advance(2, replay.restore(2))
-        step = replay.reverse(3, state)
+        state = replay.advance(2, 3, replay.restore(2))
+        step = replay.reverse(3, 4, state)
         found = torch.autograd.grad(step.carry[0].sum(), [step.inputs[0][1], W])
     with torch.no_grad():
         c: Any = torch.ones(2)

@@ -27,6 +27,7 @@ PLANS: dict[str, Any] = {
     "store all": schedule.StoreAll(),
     "on the CPU": tl.Checkpoints(k=2, offload="cpu"),
     "budget": tl.Checkpoints(budget=1000),
+    "blocks": tl.Checkpoints(k=2, residuals=2),
 }
 every_plan = pytest.mark.parametrize("checkpoints", PLANS.values(), ids=PLANS.keys())
 inner_plans = st.sampled_from([None, 1, 2])

@@ -28,10 +28,10 @@ class Machine:
     def do(self, action: Action) -> None:
         self.done.append(action)
         match action:
-            case Advance(start, stop):
+            case Advance(start, stop, keep):
                 rule(self.at == start, f"{action}: the working state is at {self.at}")
                 rule(start < stop <= self.length, f"{action}: not a stretch of the {self.length} steps")
-                self.extra += stop - start
+                self.extra += 0 if keep else stop - start
                 self.at = stop
             case Snapshot(step):
                 rule(self.at == step, f"{action}: the working state is at {self.at}")
@@ -46,9 +46,9 @@ class Machine:
             case Drop(step):
                 rule(step in self.held, f"{action}: not held")
                 self.held.remove(step)
-            case Backward(step):
+            case Backward(step, steps):
                 rule(self.at == step, f"{action}: the working state is at {self.at}")
-                rule(step == self.left - 1, f"{action}: step {self.left - 1} is next")
+                rule(step == self.left - steps, f"{action}: step {self.left - 1} is next")
                 self.left, self.at = step, None
 
 

@@ -177,7 +177,7 @@ class StepEquation(Equation):
         """As of every equation: the step is run once, as a replay."""
         replay, swept = self.replay, self.replay.swept
         with replay.lock, replay.as_then():
-            step = replay.reverse(0, replay.restore(0))
+            step = replay.reverse(0, 1, replay.restore(0))
             leaves = [x for _, x in step.inputs]
             outputs: list[Any] = [swept.substitutes.get(id(x), x) for x in step.carry]
             stands = [a.stand_in for a in swept.inputs.arrays if a.stand_in is not None]

@@ -43,9 +43,11 @@ class AskedOfAutograd:
         self.summed: Sequence[Any] = ()  # leaves that a backward pass reached, and which may be from outside
         self._dependence: Dependence | None = None
         self._refused: Exception | None = None
+        self.asked = False  # whether a step has asked for anything
 
     def check(self, captures: Any, func: Any, args: Sequence[Any], kwargs: dict[str, Any]) -> None:
         """Raises where a call of `ASKS` has another answer than in the plain loop."""
+        self.asked = True
         if transforms.maybe_level() is not None:  # to torch.func, what was closed over is a constant
             return
         state, _, row = self.given

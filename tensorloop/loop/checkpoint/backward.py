@@ -5,40 +5,47 @@ buffer, the same one from step to step, changed in place by the nodes of `tensor
 `torch.autograd.grad` turns them into those before it, and adds what the step gave to xs, captures and captured arrays.
 """
 
-from collections.abc import Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
 from tensorloop._torch.engine import gradients
-from tensorloop.loop.checkpoint.in_order import reversal
-from tensorloop.loop.checkpoint.replay import Recomputed, Replay
+from tensorloop.loop.checkpoint.in_order import reversal, singly
+from tensorloop.loop.checkpoint.replay import Replay
 from tensorloop.loop.checkpoint.snapshots import State
+from tensorloop.loop.checkpoint.steps import Recomputed
 from tensorloop.loop.checkpoint.substitutes import differentiate
 from tensorloop.loop.checkpoint.sweep_result import ArrayOutput, CarryOutput, DepartedRows, Output, StackedOutput
 
 
-class RunningSum:
-    """A running sum that writes only into tensors of its own: a gradient that comes in may be held elsewhere."""
+class RunningSums:
+    """Running sums that write only into tensors of their own: a gradient that comes in may be held elsewhere."""
 
-    __slots__ = ("in_place", "mine", "value")
+    def __init__(self, n: int, in_place: bool, together: bool) -> None:
+        self.values: list[Tensor | None] = [None] * n
+        self._mine, self._in_place, self._together = [False] * n, in_place, together
 
-    def __init__(self, in_place: bool) -> None:
-        self.value: Tensor | None = None
-        self.mine, self.in_place = False, in_place
-
-    def add(self, x: Tensor | None) -> None:
-        if x is None:
-            return
-        if self.value is None:
-            self.value = x
-        elif self.mine:
-            self.value.add_(x)
-        else:
-            self.value, self.mine = self.value + x, self.in_place
+    def add(self, grads: Iterable[Tensor | None]) -> None:
+        together: dict[torch.device, tuple[list[Tensor], list[Tensor]]] = {}
+        for i, x in enumerate(grads):
+            value = self.values[i]
+            if x is None or value is None:
+                self.values[i] = x if value is None else value
+            elif self._mine[i] and self._together and type(value) is type(x) is Tensor:
+                sums, more = together.setdefault(value.device, ([], []))
+                sums.append(value)
+                more.append(x)
+            elif self._mine[i]:
+                value.add_(x)
+            else:
+                self.values[i], self._mine[i] = value + x, self._in_place
+        for sums, more in together.values():
+            torch._foreach_add_(sums, more)  # pyright: ignore[reportPrivateImportUsage]
 
 
 class Reversal:
@@ -48,14 +55,15 @@ class Reversal:
         self.replay, self.swept, self.bar = replay, replay.swept, bar
         inputs = self.swept.inputs
         self.after: dict[int, Tensor] = {}  # gradient of the state after the step at hand, by place
-        self.ys: dict[int, Tensor] = {}
+        self.ys: dict[int, Callable[[int], Tensor]] = {}  # of which a step gets a part
         self.departed: dict[tuple[int, int], Tensor] = {}
         for output, grad in zip(self.swept.outputs, grads, strict=True):
             if grad is not None:
                 self._begin(output, grad)
         self.xs: dict[int, Tensor] = {}  # gradients, by leaf
         batched = any(grad is not None and transforms.is_batched(grad) for grad in grads)  # by `is_grads_batched`
-        self.sums = [RunningSum(not batched) for _ in inputs.captures]
+        legacy = any(grad is not None and transforms.is_legacy_batched(grad) for grad in grads)
+        self.sums = RunningSums(len(inputs.captures), not batched, together=not legacy)
         self.arrays: list[Tensor | None] = [None] * len(inputs.arrays)
 
     def _begin(self, output: Output, grad: Tensor) -> None:
@@ -63,35 +71,36 @@ class Reversal:
             case CarryOutput(place) | ArrayOutput(place):
                 self.after[place] = grad
             case StackedOutput(leaf):
-                self.ys[leaf] = grad
+                self.ys[leaf] = self.replay.steps.parts_of_ys(grad)
             case DepartedRows(number, leaf):
                 self.departed[number, leaf] = grad
 
     def run(self) -> list[Tensor | None]:
         """Carries out the schedule; the gradient of each input of the node."""
         swept, snapshots = self.swept, self.swept.snapshots
-        step = swept.taken  # at hand
         if 0 not in snapshots.by_step:
             self.replay.place_snapshots()
         state: State = []
         try:
-            for action in reversal(swept.schedule, swept.taken, [*snapshots.by_step]):
+            actions = reversal(swept.schedule, swept.taken, [*snapshots.by_step])
+            if self.replay.alone:
+                actions = singly(actions, snapshots.by_step)
+            for action in actions:
                 if isinstance(action, schedule.Restore):
-                    state = self.replay.restore(action.step)
+                    state = [] if (action.step, swept.taken) in swept.kept else self.replay.restore(action.step)
                 elif isinstance(action, schedule.Drop):
                     snapshots.drop(action.step)
                 elif isinstance(action, schedule.Advance):
-                    for step in range(action.start, action.stop):
-                        state = self.replay.advance(step, state)
+                    state = self.replay.advance(action.start, action.stop, state)
                 elif isinstance(action, schedule.Snapshot):
-                    state = snapshots.keep(action.step, state, action.place)
+                    known = self.replay.steps.known_of(state)
+                    state = snapshots.keep(action.step, state, action.place, known=known)
                 else:
-                    step = action.step
-                    self._reverse(step, state)
-                    self.bar.update()
+                    self._reverse(action.step, action.step + action.steps, state)
+                    self.bar.update(action.steps)
                     state = []
         except BaseException as error:
-            error.add_note(f"raised in the replay of step {step} of {swept.name}")
+            error.add_note(f"raised in the replay of step {self.replay.steps.at} of {swept.name}")
             snapshots.forget()
             raise
         return self._found()
@@ -102,32 +111,39 @@ class Reversal:
         grads += [self.after.get(i) for i, _ in inputs.array_tokens]
         grads += [self.xs.get(k) for k, _ in inputs.xs]
         grads += self.arrays
-        return grads + [s.value for s in self.sums]
+        return grads + self.sums.values
 
-    def _reverse(self, t: int, state: State) -> None:
-        """Runs step t with residuals and differentiates it."""
+    def _reverse(self, start: int, stop: int, state: State) -> None:
+        """Runs these steps with residuals, but those whose residuals were kept, and differentiates them."""
+        if self.swept.kept:
+            kept = next((at for at in self.swept.kept if start <= at[0] and at[1] == stop), None)
+            if kept is not None:
+                self._differentiate(self.swept.kept.pop(kept))
+                stop = kept[0]
+        if start < stop:
+            self._differentiate(self.replay.reverse(start, stop, state))
+
+    def _differentiate(self, step: Recomputed) -> None:
         swept = self.swept
-        step = self.replay.reverse(t, state)
-        outputs, grads = self._outputs(t, step)
+        outputs, grads = self._outputs(step)
         after: dict[int, Tensor] = {}
         if outputs:
-            wanted = [x for _, x in (*step.inputs, *step.row)]
+            wanted = [*(x for _, x in step.inputs), *(x for _, _, x in step.rows)]
             if swept.inputs.arrays:
                 wanted += [a.stand_in for a in swept.inputs.arrays if a.stand_in is not None]
             found = iter(differentiate(gradients, outputs, wanted, grads, swept.inputs.captures, swept.substitutes))
             for i, _ in step.inputs:
                 if (grad := next(found)) is not None:
                     after[i] = grad
-            for k, _ in step.row:
+            for k, t, _ in step.rows:
                 self._add_row(k, t, next(found))
             if self.arrays:
                 self.arrays = [next(found) for _ in self.arrays]
-            for total in self.sums:
-                total.add(next(found))
+            self.sums.add(found)
         self.after = after
 
-    def _outputs(self, t: int, step: Recomputed) -> tuple[list[Tensor], list[Tensor]]:
-        """Returns the outputs of a step that get a gradient, and these gradients."""
+    def _outputs(self, step: Recomputed) -> tuple[list[Tensor], list[Tensor]]:
+        """Returns the outputs of steps that get a gradient, and these gradients."""
         swept = self.swept
         outputs: list[Tensor] = []
         grads: list[Tensor] = []
@@ -140,9 +156,9 @@ class Reversal:
 
         for i, x in enumerate(step.carry):
             put(x, self.after.get(i))
-        for k, x in enumerate(step.ys):
-            if k in self.ys:
-                put(x, self.replay.steps.part_of_ys(self.ys[k], t, swept.taken))
+        for t, leaves in step.ys:
+            for k in self.ys:
+                put(leaves[k], self.ys[k](t))
         for number, leaves in step.departed:
             for k, x in enumerate(leaves):
                 put(x, self.departed.get((number, k)))

@@ -35,9 +35,8 @@ from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.asked_of_autograd import AskedOfAutograd
 from tensorloop.loop.checkpoint.capture_graph import StepGraph, find_captures
 from tensorloop.loop.checkpoint.in_place import Given
-from tensorloop.loop.checkpoint.references import find_held, own_references
-from tensorloop.loop.checkpoint.step_use import StepUse
-from tensorloop.loop.checkpoint.writes import AUTOGRAD, UNSEEN, WRITING, Writes, may_write
+from tensorloop.loop.checkpoint.step_use import StepUse, find_held, own_references
+from tensorloop.loop.checkpoint.writes import AUTOGRAD, ESCAPES, UNSEEN, WRITING, Writes, may_write
 from tensorloop.loop.effects.follow import rest, rests, resume
 from tensorloop.loop.effects.judge import Judge
 from tensorloop.loop.effects.known import tells_numbers
@@ -79,6 +78,7 @@ class Captures(TorchFunctionMode):
         self.given = Given()
         self.autograd = AskedOfAutograd()
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
+        self.escapes = False  # whether steps have taken hold of memory, so that they may write to it unseen
         self.replaying = False
         self.judge: Judge | None = None  # who follows the body's Python, and rests while torch runs
         self.told = False  # whether the body's Python was told of numbers in tensors
@@ -128,6 +128,8 @@ class Captures(TorchFunctionMode):
             if not self.replaying:
                 with overrides.unseen():
                     self.autograd.check(self, func, args, kwargs)
+        elif writes is ESCAPES:
+            self.escapes = True
         elif writes or "out" in kwargs:
             with overrides.unseen():  # recorders around this one count what the body makes
                 candidates = {id(x) for x, _ in use.candidates}
@@ -165,9 +167,9 @@ class Captures(TorchFunctionMode):
                 with overrides.unseen():
                     self.meet_array(store)
 
-    def own(self, results: Iterable[Any]) -> None:
-        """Notes the results of a loop in the body as made in this step, as no torch function shows that they were."""
-        self.loops = True
+    def own(self, results: Iterable[Any], loops: bool = True) -> None:
+        """Notes results of a loop in the body, or of arrays, as made in this step, which no torch function shows."""
+        self.loops = self.loops or loops
         for x in results:
             if isinstance(x, Tensor):
                 self.use.seen[id(x)] = x
@@ -235,10 +237,19 @@ class Captures(TorchFunctionMode):
     # -- around one step
 
     def begin_step(
-        self, step: int, state: list[Any], recorded: Sequence[tuple[int, Tensor]], row: Iterable[Any]
+        self,
+        step: int,
+        state: list[Any],
+        recorded: Sequence[tuple[int, Tensor]],
+        row: Iterable[Any],
+        goes_on: bool = False,
     ) -> list[Any]:
-        """Before the body of a step: the state as it gets it. Its arguments are that and `row`."""
-        self.settle()
+        """Before the body of a step: the state as it gets it. Its arguments are that and `row`.
+
+        `goes_on`: the graph of the step before is still there, so that what is left of it may be its own.
+        """
+        if not goes_on:
+            self.settle()
         self.use.first = graph.next_number()
         self.step = step
         self.given.leaves = recorded
@@ -274,7 +285,8 @@ class Captures(TorchFunctionMode):
             ]
             self._given = [weakref.ref(x) for x in arguments if x.requires_grad]
         if use.candidates:
-            self._fresh = [(weakref.ref(x), version) for x, version in use.candidates if id(x) not in self.recorded]
+            fresh = [(weakref.ref(x), version) for x, version in use.candidates if id(x) not in self.recorded]
+            self._fresh = [*self._fresh, *fresh]
         self.use = StepUse(self.recorded)
         self.given.leaves = self.given.roots = ()
 

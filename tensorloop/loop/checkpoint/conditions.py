@@ -6,15 +6,13 @@ Whether they did is seen by versions. A batch norm's statistics change without o
 from collections.abc import Sequence
 from typing import Any
 
-import torch
 from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse
-from tensorloop._torch import transforms
 from tensorloop._torch.versions import read_version, version_of
 from tensorloop.loop.checkpoint.captures import Captures
-from tensorloop.loop.checkpoint.snapshots import State, as_leaves, copied
+from tensorloop.loop.checkpoint.snapshots import State, as_leaves, copied, same_bits
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
@@ -103,10 +101,3 @@ def _mark(x: Any) -> Any:
         undo = getattr(store, "undo", None)
         return store.length, getattr(store, "overwritten", None), None if undo is None else len(undo.entries)
     return 0
-
-
-def same_bits(x: Tensor, y: Tensor) -> bool:
-    """Whether two tensors of one kind are equal bit by bit, so that NaN equals itself."""
-    if transforms.is_fake(x):
-        return True
-    return torch.equal(x.reshape(-1).view(torch.uint8), y.reshape(-1).view(torch.uint8))

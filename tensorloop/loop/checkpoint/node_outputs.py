@@ -21,7 +21,12 @@ class NodeOutputs:
         self.places: list[Output] = []
         self.values: list[Tensor] = []
         self.flags: list[bool] = []
-        self._storages: set[int] = set()
+        # What snapshots hold as it is, and xs: the caller may change an output in place.
+        snapshots = sweep.snapshots.by_step  # what has come from an earlier one, the last one has, too
+        held = [x.values for x in snapshots[max(snapshots)].state if type(x) is SavedTensor] if snapshots else []
+        held += [x for x, _ in sweep.steps.xs if x is not None]
+        held += [x for kept in sweep.kept.values() for x in kept.carry if x is not None]
+        self._storages = {transforms.storage(x)._cdata for x in held} if sweep.steps.known else set[int]()
         if self.loop.taken:
             self._give_carry()
             self._give_ys()

@@ -10,6 +10,7 @@ import tempfile
 import warnings
 import weakref
 import zlib
+from collections.abc import Iterable
 from pathlib import Path
 from typing import Any, BinaryIO, NamedTuple, cast
 
@@ -17,7 +18,9 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import Misuse
+from tensorloop._torch import transforms
 from tensorloop._torch.versions import Versions
+from tensorloop.loop.checkpoint.ambient_state import RngState
 from tensorloop.loop.checkpoint.array_versions import Version, open_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.transfers import from_host, to_host
@@ -33,9 +36,44 @@ class SavedTensor(NamedTuple):
 State = list[Any]
 
 
+class KnownState(list[Any]):
+    """A state that a known step gave, and another begins with: no step changes it in place."""
+
+
+class TriedStep(NamedTuple):
+    """Holds what is the same of all steps from one on."""
+
+    flags: tuple[bool, ...]  # which leaves of the carry have a gradient, before the step and after
+    nodes: int  # of autograd's graph that it makes
+    draws: bool  # whether it, or a condition, may draw random numbers
+    calls: int  # of torch that gave a tensor
+
+    def state_of(self, leaves: Iterable[Any]) -> KnownState:
+        """The state after a step that gave these."""
+        pairs = zip(leaves, self.flags, strict=True)
+        return KnownState([x if x is None else SavedTensor(x.detach(), recorded) for x, recorded in pairs])
+
+
+def flags_of(state: State) -> tuple[bool, ...]:
+    """Which leaves of a state carry a gradient."""
+    return tuple([type(x) is SavedTensor and x.recorded for x in state])
+
+
 def copied(state: State) -> State:
     """Copies a state: its values, in tensors of their own."""
     return [SavedTensor(x.values.clone(), x.recorded) if type(x) is SavedTensor else x for x in state]
+
+
+def same_bits(x: Tensor, y: Tensor) -> bool:
+    """Whether two tensors of one kind are equal bit by bit, so that NaN equals itself."""
+    if transforms.is_fake(x):
+        return True
+    return torch.equal(bits_of(x), bits_of(y))
+
+
+def bits_of(x: Tensor) -> Tensor:
+    """The bytes of a tensor, one after the other."""
+    return x.reshape(-1).view(torch.uint8)
 
 
 def as_leaves(state: State) -> tuple[list[Any], list[tuple[int, Tensor]], list[tuple[int, Tensor]]]:
@@ -195,9 +233,9 @@ class Stored:
 class StepSnapshot:
     """The state before one step, and all else that its result depends on."""
 
-    def __init__(self, state: State, captures: Captures, places: Places, place: Place) -> None:
-        self.rng, self.written = captures.rng_state(), captures.writes.values()
-        self.state: State = list(state)
+    def __init__(self, state: State, rng: RngState, written: dict[int, Tensor], places: Places, place: Place) -> None:
+        self.rng, self.written = rng, written
+        self.state: State = type(state)(state)
         self.tensors = [i for i, x in enumerate(state) if type(x) is SavedTensor]
         values = [state[i].values for i in self.tensors]
         self.stored = places.store(values, place)
@@ -207,18 +245,18 @@ class StepSnapshot:
                 self.state[i] = SavedTensor(torch.empty(0), state[i].recorded)
 
     def restored(self) -> State:
-        """The state, copied: a body may change what it is given in place."""
+        """The state, copied where a body may change it in place."""
         if (place := self.versions.changed()) is not None:
             i = self.tensors[place]
             raise Misuse(
                 f"a carry of shape {tuple(self.state[i].values.shape)} was changed in place after the loop had kept "
                 f"it; clone() it before changing it"
             )
-        state = list(self.state)
+        state = type(self.state)(self.state)
         if self.stored.moved:
             for i, x in zip(self.tensors, self.stored.read(), strict=True):
                 state[i] = SavedTensor(x, state[i].recorded)
-        return copied(state)
+        return state if self.stored.moved or type(state) is KnownState else copied(state)
 
 
 class Snapshots:
@@ -228,6 +266,7 @@ class Snapshots:
         self.captures, self.places = captures, Places(offload)
         self.by_step: dict[int, StepSnapshot] = {}
         self._initial: StepSnapshot | None = None
+        self._rng: RngState | None = None  # where no step draws any more
 
     @property
     def initial(self) -> StepSnapshot:
@@ -235,13 +274,16 @@ class Snapshots:
         assert self._initial is not None
         return self._initial
 
-    def keep(self, step: int, state: State, place: Place = None) -> State:
-        """Takes a snapshot; gives the state to go on with."""
-        self.captures.settle()
-        snapshot = self.by_step[step] = StepSnapshot(state, self.captures, self.places, place)
+    def keep(self, step: int, state: State, place: Place = None, *, known: TriedStep | None = None) -> State:
+        """Takes a snapshot; gives the state to go on with. `known`: what is known of the step that comes next."""
+        captures, still = self.captures, known is not None and not known.draws
+        captures.settle()
+        rng = (self._rng if still else None) or captures.rng_state()
+        self._rng = rng if still else None
+        snapshot = self.by_step[step] = StepSnapshot(state, rng, captures.writes.values(), self.places, place)
         if step == 0 and self._initial is None:  # a schedule may move it to another place, and drop that again
             self._initial = snapshot
-        return copied(state)
+        return state if type(state) is KnownState else copied(state)
 
     def restore(self, step: int, *, draws: bool) -> State:
         """The state of a snapshot, with its surroundings."""

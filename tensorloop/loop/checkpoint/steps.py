@@ -1,22 +1,37 @@
 """The steps of one loop, as its sweep and its replays run them: from a state that is kept to the next."""
 
-from collections.abc import Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from tensorloop._common.scope import here
+from tensorloop._torch import transforms
+from tensorloop._torch.grad_modes import without_graph
+from tensorloop._torch.overrides import modes
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.ambient_state import AmbientState
 from tensorloop.loop.checkpoint.array_versions import close_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.fingerprints import Checked
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, State
+from tensorloop.loop.checkpoint.snapshots import KnownState, SavedTensor, State, TriedStep, flags_of
+from tensorloop.loop.checkpoint.trial import Unwatched, tried
 from tensorloop.loop.checkpoint.user_functions import Watched, as_users
 from tensorloop.loop.loop import Loop
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import store_of
+
+
+class Recomputed(NamedTuple):
+    """Holds steps that were run with residuals: the leaves that its graph begins at, and what it gave."""
+
+    inputs: list[tuple[int, Tensor]]  # of the state: (place, leaf, or token of an array)
+    rows: list[tuple[int, int, Tensor]]  # of xs, those with gradient: (leaf, step, slice)
+    carry: list[Any]  # by place; of arrays the tokens
+    ys: list[tuple[int, list[Any]]]  # by step
+    departed: list[tuple[int, list[Any]]]  # (number, leaves) of the rows that left
+    reads: list[Tensor | None]  # tokens of captured arrays
 
 
 class Steps:
@@ -41,9 +56,14 @@ class Steps:
             together = loop.slices.are_copied_together
             self.together = [x is not None and not x.requires_grad and together(x) for x, _ in self.xs]
         self._copies: dict[tuple[int, int], tuple[Tensor, ...]] = {}  # by leaf of xs and their place: slices
+        self._views: dict[int, Any] = {}  # by leaf of xs
         self.captures.autograd.carry, self.captures.autograd.xs = loop.init, [x for x, _ in self.xs]
         self.backwards = loop.slices is not None and loop.slices.reverse
         self.checked = Checked(self.loop, self.captures, every=True) if check else None
+        self.known: TriedStep | None = None
+        self.unwatched: Unwatched | None = None
+        self.is_tried = check
+        self.at = 0  # the step that a replay runs, for errors
         self.follow(self.loop)
 
     def follow(self, loop: Loop) -> None:
@@ -58,6 +78,82 @@ class Steps:
         self.checked = self.checked or Checked(self.loop, self.captures, every=False)
         self.checked.note(t, new, y)
         self.follow(self.loop)
+
+    def knows(self, state: State) -> bool:
+        """Whether a step that begins with this state is known, so that nobody need watch it."""
+        known = self.known
+        return known is not None and (type(state) is KnownState or known.flags == flags_of(state))
+
+    def known_of(self, state: State) -> TriedStep | None:
+        """Returns what is known of a step that begins with this state."""
+        return self.known if self.knows(state) else None
+
+    def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> State:
+        """The state after step t, which was watched, and given `leaves` and `row`: are others like it known now?"""
+        body, captures, loop = self.body, self.captures, self.loop
+        alike = body.alike and loop.steps_alike and flags_of(before) == flags_of(after)
+        # Not the first step, after which rows may turn out to stop on their own.
+        if self.is_tried or not (t and alike and body.is_known and body.reads.complete):
+            return after
+        self.is_tried = True
+        others = captures.outer or captures.loops or captures.nodes or captures.arrays or captures.generators
+        others = others or captures.escapes
+        changes = captures.given.changed or captures.writes.changed or captures.writes.fresh or captures.autograd.asked
+        if others or changes or self.checked is not None or body.foreign or transforms.faking() or modes():
+            return after
+        body.on = False
+        try:
+            self.known = tried(loop, captures, t, (leaves, row), after)
+            self.unwatched = Unwatched(loop, body.body)
+        finally:
+            body.on = True
+        return after if self.known is None else KnownState(after)
+
+    def run_known(self, t: int, stop: int, state: State, then: Callable[[int, list[Any], Any], bool]) -> State:
+        """Runs known steps without gradient, until one of which `then` says that the loop ends: the state after it."""
+        assert self.known is not None
+        assert self.unwatched is not None
+        leaves, going = [x if x is None else x.values for x in state], True
+        with self.unwatched as loop, without_graph():
+            while going and t < stop:
+                leaves, y = loop.step(t, leaves, self.views(t))
+                going, t = then(t, leaves, y), t + 1
+        return self.known.state_of(leaves)
+
+    def run_recorded(
+        self, steps: range, leaves: list[Any], found: Recomputed, then: Callable[[int, list[Any], Any], bool] | None
+    ) -> list[Any]:
+        """Runs known steps with residuals, and calls `then` after each: the leaves that the last one gave."""
+        assert self.unwatched is not None
+        recorded = [k for k, (x, _) in enumerate(self.xs) if x is not None and x.requires_grad]
+        with self.unwatched as loop:
+            tree = None if loop.outputs is None else loop.outputs.tree
+            for self.at in steps:
+                t, row = self.at, self.views(self.at)
+                for k in recorded:
+                    row[k] = row[k].detach().requires_grad_()
+                    found.rows.append((k, t, row[k]))
+                leaves, y = loop.step(t, leaves, row)
+                if tree is not None:
+                    found.ys.append((t, tree.flatten(y) or []))
+                if then is not None:
+                    then(t, leaves, y)
+        return leaves
+
+    def views(self, t: int) -> list[Any]:
+        """The slices of a known step, which changes none of them."""
+        slices, out = self.loop.slices, []
+        i = 0 if slices is None else slices.index(t)
+        for k, (x, dim) in enumerate(self.xs):
+            if x is None:
+                out.append(None)
+                continue
+            views = self._views.get(k)
+            if views is None:
+                assert slices is not None
+                views = self._views[k] = slices.views(x, dim)
+            out.append(views.at(i))
+        return out
 
     def row(self, t: int) -> list[Any]:
         """The slices of step t, leaves of its graph."""
@@ -89,7 +185,7 @@ class Steps:
 
     def let_go(self) -> None:
         """Drops the copies of slices, when no step follows for now."""
-        self._copies = {}
+        self._copies, self._views = {}, {}
 
     def number(self, k: int, t: int) -> int | None:
         """Returns the number that step t gets of a leaf of xs that is no tensor."""
@@ -105,10 +201,11 @@ class Steps:
         """The leaves of what step t put out."""
         return [] if self.loop.outputs is None else self.loop.outputs.leaves_of(y, t)
 
-    def part_of_ys(self, ys: Tensor, t: int, steps: int) -> Tensor:
-        """The view of stacked ys, or of their gradient, that belongs to step t of so many."""
-        assert self.loop.outputs is not None
-        return self.loop.outputs.part(ys, t, steps, self.backwards)
+    def parts_of_ys(self, ys: Tensor) -> Callable[[int], Tensor]:
+        """The view of stacked ys, or of their gradient, that belongs to a step."""
+        outputs = self.loop.outputs
+        assert outputs is not None
+        return outputs.parts(ys, self.backwards)
 
     def joined(self, values: list[Any]) -> Tensor:
         """A leaf of ys: what all steps put out there."""
@@ -135,6 +232,8 @@ class Steps:
                 state.append(version)
                 if token is not None:
                     outputs.append(token)
+                    if not self.captures.replaying:  # its values were given to functions that were seen
+                        self.captures.own((token,), loops=False)
             else:
                 state.append(x)
         return state, outputs

@@ -1,6 +1,6 @@
 """The sweep: runs every step of a checkpointed loop once, and keeps the states that the schedule asks for."""
 
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 from torch import Tensor
@@ -14,14 +14,16 @@ from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
-from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State
-from tensorloop.loop.checkpoint.steps import Steps, saved
+from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves
+from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
 from tensorloop.loop.checkpoint.sweep_result import Inputs, Output, SweepResult
 from tensorloop.loop.loop import Loop
 from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
+
+AT_A_TIME = 8  # ys of known steps that are copied at once
 
 
 class Sweep:
@@ -34,12 +36,17 @@ class Sweep:
         self.loop, self.captures = self.steps.loop, self.steps.captures
         self.snapshots = Snapshots(self.captures, None if checkpoints is None else checkpoints.offload)
         self.conditions = Conditions(self.loop, self.captures)
-        self.schedule = plan if isinstance(plan, Schedule) else None if plan.k is None else schedule.of(plan.k, length)
+        self.schedule = plan if isinstance(plan, Schedule) else None
+        if checkpoints is not None and checkpoints.k is not None:
+            self.schedule = schedule_of(checkpoints.k, length, checkpoints.residuals)
         self.draws = False
         self.array_tokens: list[tuple[int, Tensor]] = []
         self.ys_recorded: list[bool] = []  # which leaves of ys carry a gradient
         self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
+        self.waiting: list[Any] = []  # ys of known steps that are yet to be copied
+        self.after_known: Callable[[int, list[Any], Any], bool] | None = None
         self.residual_bytes = 0  # of the first step, where a budget asks for it
+        self.kept: dict[tuple[int, int], Recomputed] = {}  # steps that ran with residuals: (first, end)
 
     def run(self, progress: Any) -> State:
         """Runs all steps once. The state after the last."""
@@ -52,16 +59,18 @@ class Sweep:
             for action in self._actions(state):
                 if isinstance(action, schedule.Snapshot):
                     self.conditions.given = (None, None)
-                    state = self.snapshots.keep(action.step, state, action.place)
+                    state = self.snapshots.keep(action.step, state, action.place, known=self.steps.known_of(state))
                 elif isinstance(action, schedule.Drop):
                     self.snapshots.drop(action.step)
                 elif going:
-                    state, going = self._advance(state, action.stop, progress)
+                    state, going = self._advance(state, action.stop, progress, action.keep)
                 if not going:
                     break
             else:
                 if going:
                     raise Misuse(f"the schedule's sweep ended at step {self.loop.taken}, where the loop goes on")
+            if self.loop.outputs is not None:
+                self.loop.outputs.extend(self.waiting)
             captures.settle()
             captures.check_versions()
             self.constants = self.steps.body.forget()
@@ -83,6 +92,7 @@ class Sweep:
             arrays=[a for a in captures.arrays.values() if a.token is not None],
             captures=list(captures.recorded.values()),
         )
+        substitutes = {id(x): x.detach().requires_grad_() for x in entangled(inputs.captures)}
         given = [*inputs.all, *(x for x in self.loop.init if isinstance(x, Tensor))]
         given += [x for x, _ in steps.xs if x is not None]
         return SweepResult(
@@ -99,7 +109,8 @@ class Sweep:
             departed_at=[step for step, _, _ in self.departed],
             given=given,
             versions=Versions(given),
-            substitutes={id(x): x.detach().requires_grad_() for x in entangled(inputs.captures)},
+            kept={} if substitutes else self.kept,
+            substitutes=substitutes,
         )
 
     def _begin(self) -> State:
@@ -123,18 +134,29 @@ class Sweep:
         yield schedule.Advance(0, 1)
         assert isinstance(self.plan, Checkpoints)
         assert self.plan.budget is not None
-        k = max((self.plan.budget - self.residual_bytes) // max(_bytes_of(state), 1), 1)
-        self.schedule = schedule.of(k, self.length)
+        self.schedule = self._schedule_within(self.plan.budget, max(_bytes_of(state), 1), self.plan.residuals)
         for action in self.schedule.sweep(self.length):
             if not (isinstance(action, schedule.Snapshot) and action.step == 0):
                 yield action
 
-    def _advance(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
-        """Runs the steps before `stop`, or fewer: (state, whether the loop goes on).
+    def _schedule_within(self, budget: int, carry: int, residuals: int | None) -> Schedule:
+        """The schedule for a budget, without the carry at hand and the next, and what the step between them makes."""
+        step, length = max(self.residual_bytes, 1), self.length
+        room = max(budget - 2 * carry - step, step)
+        if length is not None and residuals is None:
+            return schedule.Budgeted(room, 0 if self.snapshots.places.default is not None else carry, step)
+        residuals = residuals or max(room // (2 * step), 1)
+        return schedule_of(max((room - residuals * step) // carry, 1), length, residuals)
+
+    def _advance(self, state: State, stop: int, progress: Any, keep: bool) -> tuple[State, bool]:
+        """Runs the steps before `stop`, or fewer: (state, whether the loop goes on). `keep`: known ones with residuals.
 
         That is asked after each step, not before the next: a snapshot of the loop's end would be wasted.
         """
         while self.loop.taken < stop:
+            if self.steps.knows(state):
+                keep = keep and self.loop.cond is self.loop.until is None
+                return (self._keep if keep else self._advance_known)(state, stop, progress)
             state = self._step(self.loop.taken, state)
             self.loop.taken += 1
             progress.update()
@@ -194,7 +216,45 @@ class Sweep:
             loop.slices.check_unchanged(t)
         if self.schedule is None:
             self.residual_bytes = graph.residual_bytes(outputs, captures.tensors())
-        return after
+            return after
+        return steps.learn(t, state, after, leaves, row)
+
+    def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
+        """As `_advance`, of steps that need not be watched."""
+        self.after_known = self.after_known or self._after_known(progress)
+        state = self.steps.run_known(self.loop.taken, stop, state, self.after_known)
+        return state, self._ask(state) if self.loop.cond is self.loop.until is None else self.loop.going
+
+    def _keep(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
+        """As `_advance_known`, of steps whose residuals are kept."""
+        known, start = self.steps.known, self.loop.taken
+        assert known is not None
+        leaves, recorded, tokens = as_leaves(state)
+        found = Recomputed(recorded + tokens, [], [], [], [], [])
+        leaves = self.steps.run_recorded(range(start, stop), leaves, found, self._after_known(progress))
+        found.carry.extend(leaves)
+        self.kept[start, stop] = found
+        state = known.state_of(leaves)
+        return state, self._ask(state)
+
+    def _after_known(self, progress: Any) -> Callable[[int, list[Any], Any], bool]:
+        """Returns what is done after each known step, and says whether the loop goes on."""
+        loop, outputs, known, waiting = self.loop, self.loop.outputs, self.steps.known, self.waiting
+        assert known is not None
+
+        def then(t: int, leaves: list[Any], y: Any) -> bool:
+            if outputs is not None:
+                waiting.append(y)
+                if len(waiting) == AT_A_TIME:
+                    outputs.extend(waiting)
+            if loop.until is not None:
+                self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
+            self.captures.calls.append(known.calls)
+            loop.taken = t + 1
+            progress.update()
+            return loop.cond is loop.until is None or self._ask(known.state_of(leaves))
+
+        return then
 
     def _hooked(self, i: int) -> Misuse:
         name = f"carry{self.loop.carry.tree.paths[i]}"

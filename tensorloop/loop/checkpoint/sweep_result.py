@@ -8,7 +8,7 @@ from tensorloop._torch.versions import Versions
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
 from tensorloop.loop.checkpoint.constants import Constants
 from tensorloop.loop.checkpoint.snapshots import Snapshots
-from tensorloop.loop.checkpoint.steps import Steps
+from tensorloop.loop.checkpoint.steps import Recomputed, Steps
 from tensorloop.schedule import Schedule
 
 
@@ -67,7 +67,7 @@ class Inputs:
 
 @dataclass(frozen=True, eq=False)
 class SweepResult:
-    """A loop that has run, as its replays need it. The result holds no values but snapshots."""
+    """A loop that has run, as its replays need it. It holds no values but snapshots and residuals."""
 
     steps: Steps
     taken: int  # how many steps
@@ -81,6 +81,7 @@ class SweepResult:
     departed_at: list[int]  # for each part of the batch that left: in which step
     given: list[Tensor]  # what may not change before backward
     versions: Versions  # of `given`
+    kept: dict[tuple[int, int], Recomputed]  # steps that ran with residuals: (first, end)
     substitutes: dict[int, Tensor]  # captures that a replay must not go through: id -> leaf
 
     @property

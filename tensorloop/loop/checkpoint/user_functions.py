@@ -33,11 +33,11 @@ class Watched:
         # Whether all steps go one way, of which nothing is left to see: as those of an earlier loop that was followed.
         self._earlier = known_reads.find(self.root, loop)
         self.is_known = self._earlier is not None
-        self._alike = loop.steps_alike and loop.name != "fori_loop"
-        self._alike &= not loop.compact
+        self.alike = loop.steps_alike and loop.name != "fori_loop"
+        self.alike &= not loop.compact
         if loop.slices is not None:
-            self._alike &= loop.slices.steps_alike and not loop.slices.ranges
-        self._alike &= all(isinstance(x, (Tensor, type(None))) for x in loop.init)
+            self.alike &= loop.slices.steps_alike and not loop.slices.ranges
+        self.alike &= all(isinstance(x, (Tensor, type(None))) for x in loop.init)
         self.reads = Reads(roots_of(loop)) if self._earlier is None else self._earlier.reads
 
     def __call__(self, *args: Any) -> Any:
@@ -79,7 +79,7 @@ class Watched:
             self.paths.next(self.notes.news)
             self.fills = self.notes.fills
             told = self.captures.told or self.captures.generators or self.notes.wrote()
-            self.is_known = self._alike and self.paths.settled and not told
+            self.is_known = self.alike and self.paths.settled and not told
             self.notes.next()
         _refuse(judge, self.notes)
         return out

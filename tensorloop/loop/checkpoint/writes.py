@@ -14,20 +14,26 @@ from tensorloop.loop.checkpoint.asked_of_autograd import ASKS
 
 UNSEEN = "without a version"
 AUTOGRAD = "no, but asks of autograd"
-WRITING: dict[Any, bool | str] = {}  # functions met so far -> whether they may, `UNSEEN`, or `AUTOGRAD`
+ESCAPES = "maybe, by memory of which nobody sees what is written to it"
+WRITING: dict[Any, bool | str] = {}  # functions met so far -> as `may_write`
 
 _WRITES = frozenset(
     {"__setitem__", "__iadd__", "__isub__", "__imul__", "__itruediv__", "__ior__", "__iand__", "__ixor__"}
+)
+_MEMORY = frozenset(
+    {"numpy", "__array__", "__dlpack__", "untyped_storage", "storage", "_typed_storage", "data_ptr", "set_"}
 )
 _KEEPS = frozenset({"requires_grad_", "retain_grad", "__setattr__"})
 _STATISTICS = ("batch_norm", "instance_norm")  # they change running_mean and running_var
 
 
 def may_write(func: Any) -> bool | str:
-    """Whether a torch function may change an argument; `UNSEEN` where that raises no version, `AUTOGRAD` for `ASKS`."""
+    """Whether a torch function may change an argument; `UNSEEN`, `AUTOGRAD` for `ASKS`, `ESCAPES`."""
     name = getattr(func, "__name__", "")
     if func in ASKS:
         return AUTOGRAD
+    if name in _MEMORY or func == Tensor.data.__get__:  # pyright: ignore[reportAttributeAccessIssue]
+        return ESCAPES
     if name.endswith("_") and not name.endswith("__"):
         return name not in _KEEPS
     return name in _WRITES or (UNSEEN if name.endswith(_STATISTICS) else False)

@@ -136,6 +136,7 @@ class Judge(Stores):
         if module == "pdb":
             return self.refuse(frame, f"calls pdb.{name}()")
         if self.notes is not None and known.only_writes(module):
+            self.kept.complete = False
             for x in args:
                 self._handed_on(frame, x)
                 writes = known.only_writes(type(x).__module__) and not self.is_new(x)
@@ -184,6 +185,7 @@ class Judge(Stores):
             return None
         if name == "print" and self.writers():
             given = dict(zip(names, args[len(args) - len(names) :], strict=True))
+            self.kept.complete = False  # it is to be done as often as the step
             return None if given.get("file") is None else self._of(frame, given["file"], "write", [])
         if name in known.OUTSIDE:
             return self.refuse(frame, f"calls {name}()")

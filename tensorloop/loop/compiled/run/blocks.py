@@ -34,7 +34,7 @@ AT_ONCE = 1024  # steps that run at once where nothing is kept of them, at most
 
 
 @dataclasses.dataclass(frozen=True)
-class Blocks:
+class BlocksOfSteps:
     """How a loop is cut into blocks of `size` steps, and where the carries before them are kept."""
 
     schedule: Schedule
@@ -42,25 +42,31 @@ class Blocks:
     offload: Any = None
 
 
-def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> Blocks:
+def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> BlocksOfSteps:
     """The blocks of a loop; of a budget they get one half at most, and carries the rest."""
     carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed() + bytes_a_step(plan), 1)
     own = checkpoints if isinstance(checkpoints, Schedule) else None
     offload = None if isinstance(checkpoints, Schedule) else checkpoints.offload
     k, budget = checkpoints.k, None if isinstance(checkpoints, Schedule) else checkpoints.budget
+    if isinstance(own, schedule.Budgeted):  # made for other steps than those of a program
+        own, budget = None, own.budget
     in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k
     room = max((in_memory or 1) * carry, FREE_BYTES) if budget is None else budget // 2
     size = max(1, min(MOST_STEPS, room // step))
+    if isinstance(own, schedule.Blocks):
+        own, size = own.of, own.steps
+    elif isinstance(checkpoints, Checkpoints):
+        size = checkpoints.residuals or size
     if budget is not None:
         k = max((budget - size * step) // carry, 1)
-    return Blocks(own or schedule.of(k or 1, 0 if known else None), size, offload)
+    return BlocksOfSteps(own or schedule.of(k or 1, 0 if known else None), size, offload)
 
 
 @dataclasses.dataclass
 class RunInBlocks(RunAtOnce):
     """A loop that runs by a plan in blocks. It ends after `most` steps, if not before."""
 
-    blocks: Blocks = dataclasses.field(kw_only=True)
+    blocks: BlocksOfSteps = dataclasses.field(kw_only=True)
     name: str = dataclasses.field(kw_only=True)
     most: int | None = None
 

@@ -17,7 +17,7 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.look import Look
 from tensorloop.loop.compiled.look.padded_rows import PaddedScan
-from tensorloop.loop.compiled.run.blocks import MOST_STEPS, Blocks, RunInBlocks, blocks_of
+from tensorloop.loop.compiled.run.blocks import MOST_STEPS, BlocksOfSteps, RunInBlocks, blocks_of
 from tensorloop.loop.compiled.run.drawn_numbers import DrawnNumbers
 from tensorloop.loop.compiled.run.looped import Looped, RunAtOnce
 from tensorloop.loop.compiled.run.open_end import RunInParts
@@ -158,7 +158,7 @@ def _planned(
     if checkpoints is not None and plan.grad:
         blocks = blocks_of(plan, checkpoints, plan.step.going is None and ask is None)
     elif draws is not None and not plan.grad and not plan.answers:
-        blocks = Blocks(schedule.of(1, 0), MOST_STEPS)
+        blocks = BlocksOfSteps(schedule.of(1, 0), MOST_STEPS)
     elif steps is None:
         return RunInParts(plan, None, lengths=lengths, ask=ask, most=loop.length)
     else:

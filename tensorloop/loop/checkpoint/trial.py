@@ -1,0 +1,144 @@
+"""Steps of which nothing is left to see: what one of them does is tried, and the others run as in a plain loop.
+
+Where the watch of effects has followed a whole step that brought nothing new, and all steps are given the same kinds of
+things, Python does the same at each (`user_functions`): it makes the same calls of torch, with the same captures. What
+it cannot tell is what torch does without gradient, where a step costs half. So one step runs twice more, with gradient
+and without. Both must call the same functions with the same tensors and numbers, be told the same, give the same bits,
+and leave what they were given as it was. Then
+
+- the sweep, and replays that only advance, run such steps without gradient and without watching torch's calls;
+- states are kept as they are, and not copied: no step changes what it is given;
+- replays with gradient watch the first and the last step of a backward pass, which would use other tensors if the body
+  closed over others by now, and count the nodes that each of the others makes.
+"""
+
+import copy
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+
+from tensorloop._common.scope import here
+from tensorloop._torch import graph
+from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.grad_modes import without_graph
+from tensorloop.loop.checkpoint.captures import Captures
+from tensorloop.loop.checkpoint.snapshots import State, TriedStep, bits_of, flags_of, same_bits
+from tensorloop.loop.effects.known import tells_numbers
+from tensorloop.loop.loop import Body, Loop
+
+_PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.Size)
+
+
+class Unwatched:
+    """A context in which known steps run as those of a plain loop. One serves all, but not inside each other."""
+
+    def __init__(self, loop: Loop, body: Body) -> None:
+        self.loop = copy.copy(loop)
+        self.loop.body, self.loop.note = body, None
+
+    def __enter__(self) -> Loop:
+        here.in_library = False
+        return self.loop
+
+    def __exit__(self, *_: object) -> None:
+        here.in_library = True
+        self.loop.last_tree = (None, None)
+
+
+@runs_eagerly
+class _Log(TorchFunctionMode):
+    """Writes down the calls of torch in a step: of which functions, with what, and what they gave."""
+
+    def __init__(self, given: Sequence[Any]) -> None:
+        super().__init__()
+        self.calls: list[Any] = []
+        self.told = False  # whether Python was told of numbers in tensors, so that other steps may go another way
+        self.numbers = {id(x): k for k, x in enumerate(given)}  # of tensors that the step was given or made
+        self.held: list[Any] = []  # so that no id comes twice
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        self.held.append(out)
+        self.told = self.told or tells_numbers(func, args, kwargs or {}, out)
+        given = self._said((args, kwargs))
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if isinstance(x, Tensor):
+                self.numbers.setdefault(id(x), len(self.numbers))
+        self.calls.append((func, given, self._said(out)))
+        return out
+
+    def _said(self, x: Any) -> Any:
+        if isinstance(x, Tensor):
+            return "tensor", self.numbers.get(id(x), id(x))
+        if isinstance(x, _PLAIN):
+            return type(x), x
+        if isinstance(x, (tuple, list)):
+            return type(x), [*map(self._said, x)]
+        return (dict, [*map(self._said, x.items())]) if isinstance(x, dict) else (type(x), id(x))
+
+
+def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[Any]], state: State) -> TriedStep | None:
+    """Returns what is known of steps like t, which ran with `given`, leaves and row; None where that is too little.
+
+    `state` is what it gave.
+    """
+    surroundings = captures.rng_state()
+    try:
+        with_graph = _Trial(loop, t, *given)
+        moved = captures.rng_state()
+        surroundings.restore({}, surroundings.cuda)
+        with without_graph():
+            without = _Trial(loop, t, *given)
+            if with_graph.told or captures.rng_state().differs(moved) or not with_graph.is_as(without):
+                return None
+    except Exception:  # such as a hook that no tensor without gradient takes
+        return None
+    finally:
+        surroundings.restore({}, surroundings.cuda)
+    draws = moved.differs(surroundings) or loop.cond is not None or loop.until is not None
+    return TriedStep(flags_of(state), with_graph.nodes, draws, captures.calls[-1])
+
+
+class _Trial:
+    """One run of a step, with copies of what it is given: what it called and gave, and what became of the copies."""
+
+    def __init__(self, loop: Loop, t: int, leaves: list[Any], row: list[Any]) -> None:
+        copies = [*map(_copied, leaves)], [*map(_copied, row)]
+        self.given = list(zip((*leaves, *row), (*copies[0], *copies[1]), strict=True))
+        log, first = _Log([*copies[0], *copies[1]]), graph.next_number()
+        with log:
+            self.new, y = loop.step(t, *copies)
+        self.nodes, self.calls, self.told = graph.next_number() - first, log.calls, log.told
+        self.ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
+
+    def is_as(self, other: "_Trial") -> bool:
+        """Whether another did and gave the same, and both changed nothing of what they were given."""
+        if self.calls != other.calls or any(isinstance(y, Tensor) and y._backward_hooks for _, y in self.given):
+            return False
+        gave = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
+        return _are_same([*self.given, *other.given, *gave])
+
+
+def _copied(x: Any) -> Any:
+    return x.detach().clone().requires_grad_(x.requires_grad) if isinstance(x, Tensor) else x
+
+
+def _are_same(pairs: Sequence[tuple[Any, Any]]) -> bool:
+    """Whether all are, bit by bit. A device is waited for once."""
+    waiting: dict[torch.device, list[Tensor]] = {}
+    for x, y in pairs:
+        if x is y is None:
+            continue
+        if not (isinstance(x, Tensor) and isinstance(y, Tensor) and x.layout is torch.strided is y.layout):
+            return False
+        if (x.shape, x.dtype, x.device, x.stride()) != (y.shape, y.dtype, y.device, y.stride()):
+            return False
+        if x.device.type == "cpu":
+            if not same_bits(x, y):
+                return False
+        elif x.numel():
+            waiting.setdefault(x.device, []).append((bits_of(x) == bits_of(y)).all())
+    return all(bool(torch.stack(flags).all()) for flags in waiting.values())
