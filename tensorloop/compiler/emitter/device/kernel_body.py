@@ -59,6 +59,7 @@ class KernelBody:
         self._bounds()
         self.leads = code.op("icmp eq i64 %lane, 0", "i1")
         self.first_group = code.op("icmp eq i64 %group, 0", "i1")
+        self._take_part()
         pairs = self._pairs()
         begin = self._begin(pairs)
         places = {buffer: self._scratch(buffer, at) for buffer, at in self.plan.offsets.items()} | self._grown()
@@ -92,6 +93,19 @@ class KernelBody:
         if not rows.even:
             fits = code.op(f"icmp slt i64 {self.high}, {rows.count}", "i1").text
             self.high = code.op(f"select i1 {fits}, i64 {self.high}, i64 {rows.count}", "i64").text
+
+    def _take_part(self) -> None:
+        """Where this group has its heads, and its rows of them, in the memory of the caller."""
+        if self.plan.part is None:
+            return
+        code, number, places = self.code, "%group", list[str]()
+        for cut in reversed(self.plan.part.cuts):
+            places.insert(0, code.op(f"urem i64 {number}, {cut.groups}", "i64").text)
+            number = code.op(f"udiv i64 {number}, {cut.groups}", "i64").text
+        for (kind, n), name in self.given.items():
+            for place, move in zip(places, self.plan.moves(kind, n), strict=True):
+                if move:
+                    self.given[kind, n] = name = code.pointer(name, code.times(place, move))
 
     def _scratch(self, buffer: Region, offset: int) -> str:
         """Where row 0 of a scratch buffer would lie, so that this group's first row lies at the offset."""
@@ -141,7 +155,7 @@ class KernelBody:
         for n, array in enumerate(self.step.carry):
             first = self.given["first", n]
             if n in pairs:
-                self._copy(array, first, pairs[n][1])
+                self._copy(self._outside(n), first, array, pairs[n][1])
             begin.append(pairs[n][1] if n in pairs else first)
         return begin
 
@@ -165,6 +179,8 @@ class KernelBody:
             if array.buffer.kind != "sequence" or not isinstance(size, int):
                 continue
             begin, end, part = 0, size, size
+            if any(self.plan.moves("sequence", n)):
+                continue
             if self.rows is not None and self.plan.has_rows(array.buffer):
                 row = size // self.rows.count
                 begin, end, part = code.times(self.low, row), code.times(self.high, row), row * self.rows.share
@@ -235,14 +251,18 @@ class KernelBody:
         for n, array in enumerate(self.step.carry):
             if array.buffer.kind == "array":
                 continue
-            own = self.rows is None or self.plan.has_rows(array.buffer)
+            own = (self.plan.groups == 1) or self.plan.has_rows(array.buffer) or any(self.plan.moves("last", n))
             with contextlib.nullcontext() if own else code.when(self.first_group):
-                self._copy(array, after[n], self.given["last", n])
+                self._copy(array, after[n], self._outside(n), self.given["last", n])
 
-    def _copy(self, array: Array, source: str, place: str) -> None:
+    def _outside(self, n: int) -> Array:
+        """A carry as it lies in the caller's memory."""
+        return self.step.carry[n] if self.plan.part is None else self.plan.part.outside[n]
+
+    def _copy(self, array: Array, source: str, out: Array, place: str) -> None:
         if not array.numel:
             return
-        group = copying(array)
+        group = copying(array, out)
         (point,) = group.walks
         pointers = {point.reads()[0].buffer: source, point.writes()[0].buffer: place}
         memory = LaneMemory(self.code, self.device, pointers, "poison")
