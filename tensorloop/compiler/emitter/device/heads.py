@@ -68,6 +68,20 @@ class Spread(NamedTuple):
             for x, cut in zip(found, self.cuts, strict=True)
         ]
 
+    def runs(self, buffer: Region) -> tuple[int, int, int]:
+        """Returns the runs of neighbours that a group reads of a buffer: how many, how many bytes apart and long.
+
+        There are none where what it reads lies otherwise.
+        """
+        assert isinstance(buffer.numel, int)
+        cuts = sorted((cut for cut in self.cuts if cut.steps.get(buffer)), key=lambda cut: cut.steps[buffer])
+        steps, size = [cut.steps[buffer] for cut in cuts], buffer.dtype.itemsize
+        if not cuts:
+            return 1, 0, buffer.numel * size
+        if steps[0] < 0 or steps[0] * math.prod(cut.size for cut in cuts) != buffer.numel:
+            return 0, 0, 0
+        return math.prod(cut.share for cut in cuts[1:]), sum(steps[1:]) * size, steps[0] * cuts[0].share * size
+
 
 def spread(step: LoweredStep, most: int) -> Spread | None:
     """Returns a step of several heads shared out among as many groups as there may be; None where that is not known."""

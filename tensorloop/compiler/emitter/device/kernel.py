@@ -108,7 +108,7 @@ def write_text(plan: KernelPlan) -> DeviceText:
         plan.scratch,
         plan.local,
         0 if plan.rows is None else plan.rows.count,
-        sum(operations_of(unit, SLOTS) for unit in plan.units),
+        sum(operations_of(unit, SLOTS) for unit in plan.units) * (1 if plan.part is None else groups),
         plan.waits.a_step,
         apart,
         tuple(plan.packed),

@@ -8,7 +8,7 @@ from tensorloop.compiler.emitter.device.devices import Device
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lane_product import LaneProduct
 from tensorloop.compiler.emitter.device.lane_walk import LaneWalk
-from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
+from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare, split_index
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
@@ -179,17 +179,22 @@ class KernelBody:
             if array.buffer.kind != "sequence" or not isinstance(size, int):
                 continue
             begin, end, part = 0, size, size
-            if any(self.plan.moves("sequence", n)):
-                continue
             if self.rows is not None and self.plan.has_rows(array.buffer):
                 row = size // self.rows.count
                 begin, end, part = code.times(self.low, row), code.times(self.high, row), row * self.rows.share
-            if not 0 < part <= lanes * LINE_BYTES:  # a lane asks for one line
+            runs, apart = 1, 0
+            if self.plan.part is not None:
+                runs, apart, part = self.plan.part.runs(array.buffer)
+                end = part
+            lines = -(-part // LINE_BYTES)
+            if not 0 < lines * runs <= lanes:  # a lane asks for one line
                 continue
             # Behind the last step this one's input is asked for again: there is no other.
             ahead = code.op(f"select i1 {more}, i64 {-size if step.source.reverse else size}, i64 0", "i64").text
-            at = code.add(begin, code.times("%lane", LINE_BYTES))
-            with code.when(code.op(f"icmp slt i64 {at}, {end}", "i1")):
+            run, line = split_index(code, "%lane", (runs, lines)) if runs > 1 else (0, "%lane")
+            at = code.add(begin, code.times(line, LINE_BYTES), code.times(run, apart))
+            inside = f"icmp slt i64 %lane, {runs * lines}" if runs > 1 else f"icmp slt i64 {at}, {end}"
+            with code.when(code.op(inside, "i1")):
                 self.device.fetch(code, code.pointer(code.pointer(loop.names["sequence", n], ahead), at))
 
     def _unit(self, memory: Memory, n: int) -> None:
