@@ -8,6 +8,7 @@ import pytest
 import torch
 from torch import Tensor
 from torch.nn.functional import layer_norm, logsigmoid
+from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop.compiler.emitter.device.devices import Coroutines, Nvptx
@@ -232,9 +233,7 @@ def test_what_a_loop_has_for_each_row_or_head_or_once() -> None:
 
     with lanes(8, 128, "random", guarded=True) as cores:
         found = tl.scan(body, init, (xs, masks), compile="strict")
-    check_same(
-        torch.utils._pytree.tree_leaves(found), torch.utils._pytree.tree_leaves(tl.scan(body, init, (xs, masks)))
-    )
+    check_same(tree_leaves(found), tree_leaves(tl.scan(body, init, (xs, masks))))
     assert groups_of(cores) == [12]
 
 

@@ -84,7 +84,7 @@ def spread(step: LoweredStep, most: int) -> Spread | None:
     rows, rest = carry.shape[:2]
     # Heads are the second dim of the carry, or a part of it, or there is one batch of rows and heads in a product.
     sizes = sorted({rest, *batch, *(n // rows for n in batch)})
-    tried = [_spread(step, (rows, heads), most) for heads in sizes if heads > 1 and rest % heads == 0]
+    tried = [_spread(step, (rows, heads), most) for heads in sizes if heads and rest % heads == 0]
     return max((one for one in tried if one is not None), key=lambda one: one.groups, default=None)
 
 
@@ -168,7 +168,7 @@ class _Search:
     def _split(self, n: int) -> None:
         """Makes two dims of one that walks all elements of all parts."""
         kernel = self.kernels[n]
-        last = len(kernel.out.shape) - 2 if isinstance(kernel, Matmul) else len(kernel.out.shape)
+        last = len(kernel.writes()[0].shape) - 2 * isinstance(kernel, Matmul)
         for array, dims in _walked(kernel):
             step = self.known.get(array.buffer, 0) if _written(array.buffer) else 0
             for d, size, stride in zip(dims, array.shape, array.strides, strict=True):
@@ -282,19 +282,19 @@ class _Part:
         return Array(array.buffer, (*shape, rest), (*strides, 1)).squeeze()
 
     def _kernel(self, n: int, kernel: Kernel) -> Kernel:
-        cuts = {cut.dims[n]: cut.share for cut in self.cuts if cut.dims[n] is not None}
+        cuts = {dim: cut.share for cut in self.cuts if (dim := cut.dims[n]) is not None}
         if len(cuts) < sum(cut.dims[n] is not None for cut in self.cuts):
             raise Mixed  # one dim cannot walk both
+        if not cuts:
+            return kernel
         if isinstance(kernel, Matmul):
-            own = [
-                (one, {dims.index(d): share for d, share in cuts.items() if d in dims}) for one, dims in _walked(kernel)
-            ]
-            return Matmul(*(self._cut(*pair) for pair in own))
+            own = (self._cut(x, {dims.index(d): cuts[d] for d in cuts if d in dims}) for x, dims in _walked(kernel))
+            return dataclasses.replace(kernel, **dict(zip(("a", "b", "out", "addend"), own, strict=False)))
         if isinstance(kernel, Gather):
             steps = tuple(self._shrunk(kernel.source.buffer, step) for step in kernel.steps)
             kernel = dataclasses.replace(kernel, steps=steps)
         # No dim of a walk has one element: others would not be walked with it.
-        kept = [d for d in range(len(kernel.out.shape)) if cuts.get(d) != 1]
+        kept = [d for d in range(len(kernel.writes()[0].shape)) if cuts.get(d) != 1]
         return _of_dims(kernel, lambda d: [kept.index(d)], lambda one: self._cut(one, cuts).squeeze())
 
     def _cut(self, array: Array, cuts: Mapping[int, int]) -> Array:
