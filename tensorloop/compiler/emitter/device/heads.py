@@ -20,7 +20,7 @@ from tensorloop.compiler.emitter.lower.lowering import LoweredStep
 from tensorloop.compiler.emitter.write.row_shares import Mixed
 
 
-class Cut(NamedTuple):
+class SharedDim(NamedTuple):
     """A dim that groups share: its size, how much of it is a group's, and the dim of each kernel that walks it.
 
     steps: elements from one to the next in each buffer; none of one of which each group has, or reads, all.
@@ -44,7 +44,7 @@ class Spread(NamedTuple):
     """
 
     step: LoweredStep
-    cuts: list[Cut]
+    cuts: list[SharedDim]
     outside: list[Array]
 
     @property
@@ -90,18 +90,18 @@ def spread(step: LoweredStep, most: int) -> Spread | None:
 
 def _spread(step: LoweredStep, sizes: tuple[int, int], most: int) -> Spread | None:
     kernels, before = list(step.kernels), list[Kernel]()
-    cuts = list[Cut]()
+    cuts = list[SharedDim]()
     while kernels != before:  # a dim that is split for heads moves those that rows were found along
         before = list(kernels)
         tried = [_Search(step, kernels, sizes[: n + 1]).run() for n in range(2)]
         cuts = [one for one in tried if one is not None]
     try:
-        return _Part(step, _shared(kernels, cuts, most)).spread(kernels) if cuts else None
+        return _GroupPart(step, _shared(kernels, cuts, most)).spread(kernels) if cuts else None
     except Mixed:
         return None
 
 
-def _shared(kernels: Sequence[Kernel], cuts: Sequence[Cut], most: int) -> list[Cut]:
+def _shared(kernels: Sequence[Kernel], cuts: Sequence[SharedDim], most: int) -> list[SharedDim]:
     """The cuts with as many groups as there may be; of ways that have as many, the one whose groups read least."""
     fixed = {x.buffer for one in kernels if isinstance(one, Matmul) for x in one.reads() if x.buffer.kind in FIXED}
     ways = [
@@ -109,7 +109,7 @@ def _shared(kernels: Sequence[Kernel], cuts: Sequence[Cut], most: int) -> list[C
         for cut in cuts
     ]
 
-    def better(made: Sequence[Cut]) -> tuple[int, int]:
+    def better(made: Sequence[SharedDim]) -> tuple[int, int]:
         groups = math.prod(cut.groups for cut in made)
         read = sum(x.numel // math.prod(cut.groups for cut in made if x in cut.steps) for x in fixed)
         return (groups if groups <= most else 0), -read
@@ -146,7 +146,7 @@ class _Search:
             )
             self.known[one.buffer] = self.known[after.buffer] = one.numel // math.prod(sizes) if fits else 0
 
-    def run(self) -> Cut | None:
+    def run(self) -> SharedDim | None:
         """Returns how parts lie; None where it is not known that they stay apart."""
         count = -1
         while self.size > 1 and count < len(self.known):  # a kernel's arrays tell of the next one's, both ways
@@ -163,7 +163,7 @@ class _Search:
         same = all(self.known[one.buffer] == self.known[after.buffer] for one, after in pairs)
         if self.size < 2 or not same or (going is not None and self.known.get(going.buffer)):
             return None
-        return Cut(self.size, self.size, dims, {buffer: n for buffer, n in self.known.items() if n})
+        return SharedDim(self.size, self.size, dims, {buffer: n for buffer, n in self.known.items() if n})
 
     def _split(self, n: int) -> None:
         """Makes two dims of one that walks all elements of all parts."""
@@ -247,10 +247,10 @@ def _in_two(array: Array, dim: int, size: int) -> Array:
     return Array(array.buffer, shape, (*array.strides[:dim], stride * inner, *array.strides[dim:]), array.offset)
 
 
-class _Part:
+class _GroupPart:
     """Makes a group's part of a step: kernels as long as its share, scratch memory as large."""
 
-    def __init__(self, step: LoweredStep, cuts: list[Cut]) -> None:
+    def __init__(self, step: LoweredStep, cuts: list[SharedDim]) -> None:
         self.step, self.cuts = step, cuts
         self.regions: dict[Region, Region] = {}
 
