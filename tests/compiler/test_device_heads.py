@@ -23,7 +23,9 @@ from tensorloop.compiler.targets.ptx.driver import DeviceFacts
 from tensorloop.loop.compiled.run.plan import plans
 from tests.compiler.test_device_arrays import Made, lanes
 from tests.support.lane_races import unneeded_waits
+from tests.support.lanes import LanesCore
 from tests.support.ptx_checks import ARCHITECTURES, check_ptx
+from tests.support.recurrences import Given, assert_same, recurrence
 
 D = torch.float64
 T = 5
@@ -192,6 +194,10 @@ MIXING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
     "rows and heads": (lambda x, w: product(x, w) / (1 + x.square().mean()), 1),
     "a shift by less than a head": (lambda x, w: product(x, w) + x.flatten(1).roll(1, 1).view_as(x), 3),
     "the carry of another head": (lambda x, w: product(torch.cat([x[:, 1:], x[:, :1]], 1), w), 3),
+    "a window over two copies": (
+        lambda x, w: product(x, w) + torch.cat([x.flatten(1)] * 2, 1)[:, 1:21].view(3, 4, 5),
+        3,
+    ),
     "within a head": (lambda x, w: product(x, w).softmax(-1) + x.flip(-1) + x.amax(-1, keepdim=True), 12),
     "rows and heads as one": (lambda x, w: product(x, w).reshape(12, 5).sigmoid().view(3, 4, 5), 12),
 }
@@ -216,6 +222,55 @@ def test_what_mixes_heads_is_not_shared_out_by_heads(name: str) -> None:
     with lanes(8, 128, "random", guarded=True) as cores:
         check_same(run("strict"), run(False))
     assert groups_of(cores) == [groups] * 2
+
+
+# What a step adds to the product of h, (3, 4, 5), from it and from x, which no step writes; how many groups there are.
+READING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
+    "each its own": (lambda h, x: x, 12),
+    "each its own, twice": (lambda h, x: x.tanh() * h + x.transpose(1, 2).exp().transpose(1, 2), 12),
+    "the first head's": (lambda h, x: h * x[:, :1], 12),
+    "the first row's": (lambda h, x: h * x[:1], 12),
+    "its own and the first head's": (lambda h, x: h * x + x[:, :1], 3),
+    "its own and that of another": (lambda h, x: h * x + x.flip(1), 3),
+    "another's of what it makes itself": (lambda h, x: h * x.tanh().flip(1), 3),
+    "all rows' and its own": (lambda h, x: h * x + x.sum(0), 4),
+}
+
+
+@pytest.mark.parametrize("name", READING)
+def test_what_no_step_writes_may_be_read_across_in_one_way(name: str) -> None:
+    function, groups = READING[name]
+    torch.manual_seed(0)
+    given: Given = (
+        [torch.randn(4, 5, 5, dtype=D) / 3],
+        [torch.randn(T, 3, 4, 5, dtype=D)],
+        [torch.randn(3, 4, 5, dtype=D)],
+    )
+
+    def step(invariants: list[Tensor], slices: list[Tensor], carry: list[Tensor]) -> dict[str, list[Tensor]]:
+        h = (product(carry[0], invariants[0]) + function(carry[0], slices[0])).tanh()
+        return {"carry": [h], "outs": [h]}
+
+    rec = recurrence(step, *given)
+    core = LanesCore(rec, 8, 128, "random", guarded=True)
+    assert_same(core, rec, T, *given, rtol=1e-11, atol=1e-11)
+    assert core.text.groups == groups
+
+
+@pytest.mark.parametrize(("what", "groups"), [("whole", 12), ("heads", 3), ("rows", 4), ("one", 1)])
+def test_a_sum_over_parts_is_made_by_one_group(what: str, groups: int) -> None:
+    torch.manual_seed(0)
+    over = {"whole": (), "heads": (1, 2), "rows": (0, 2), "one": (0, 1, 2)}[what]
+    given: Given = [torch.randn(4, 5, 5, dtype=D) / 3], [torch.randn(T, 2, dtype=D)], [torch.randn(3, 4, 5, dtype=D)]
+
+    def step(invariants: list[Tensor], slices: list[Tensor], carry: list[Tensor]) -> dict[str, list[Tensor]]:
+        h = product(carry[0], invariants[0]).tanh()
+        return {"carry": [h], "sums": [h.sum(over) if over else h]}
+
+    rec = recurrence(step, *given)
+    core = LanesCore(rec, 8, 128, "random", guarded=True)
+    assert_same(core, rec, T, *given, rtol=1e-11, atol=1e-11)
+    assert core.text.groups == groups
 
 
 def test_what_a_loop_has_for_each_row_or_head_or_once() -> None:
