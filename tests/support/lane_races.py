@@ -158,6 +158,9 @@ def _copy(plan: KernelPlan, group: int, array: Array, buffer: Region, *, writes:
     """A carry copied, by neighbours."""
     if not array.numel:
         return []
+    if plan.part is not None:  # which lies as the group has it, in whatever order its dims are
+        places = _box(array, [range(size) for size in array.shape], ())
+        return [Access(n % plan.lanes, buffer, [place], writes) for n, place in enumerate(places)]
     low, high = _rows(plan, group) if plan.has_rows(array.buffer) else (0, 1)
     row = array.numel // plan.rows.count if plan.rows is not None and plan.has_rows(array.buffer) else array.numel
     return [Access(n % plan.lanes, buffer, [low * row + n], writes) for n in range((high - low) * row)]

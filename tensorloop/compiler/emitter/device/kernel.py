@@ -96,7 +96,7 @@ def write_text(plan: KernelPlan) -> DeviceText:
     code, names = Code(), Names(step, len(plan.packed), bool(plan.grown))
     if len(names.all) > MOST_ARGUMENTS:
         raise Unsupported(f"{len(names.all)} tensors, of which a kernel takes at most {MOST_ARGUMENTS}")
-    groups = 1 if plan.rows is None else plan.rows.groups
+    groups = plan.groups
     plan.device.begin(code, plan.lanes, groups, plan.scratch, plan.local)
     KernelBody(plan, code, names).write()
     apart = tuple(n for n in range(len(step.sums)) if plan.is_apart(n))
@@ -108,7 +108,7 @@ def write_text(plan: KernelPlan) -> DeviceText:
         plan.scratch,
         plan.local,
         0 if plan.rows is None else plan.rows.count,
-        sum(operations_of(unit, SLOTS) for unit in plan.units),
+        sum(operations_of(unit, SLOTS) for unit in plan.units) * (1 if plan.part is None else groups),
         plan.waits.a_step,
         apart,
         tuple(plan.packed),

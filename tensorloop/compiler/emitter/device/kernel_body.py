@@ -8,7 +8,7 @@ from tensorloop.compiler.emitter.device.devices import Device
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.device.lane_product import LaneProduct
 from tensorloop.compiler.emitter.device.lane_walk import LaneWalk
-from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare
+from tensorloop.compiler.emitter.device.lanes import Elements, LaneShare, split_index
 from tensorloop.compiler.emitter.ir.code import Code, Index
 from tensorloop.compiler.emitter.ir.kernels import CallOut, Matmul, Matrix, Scatter
 from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
@@ -59,6 +59,7 @@ class KernelBody:
         self._bounds()
         self.leads = code.op("icmp eq i64 %lane, 0", "i1")
         self.first_group = code.op("icmp eq i64 %group, 0", "i1")
+        self._take_part()
         pairs = self._pairs()
         begin = self._begin(pairs)
         places = {buffer: self._scratch(buffer, at) for buffer, at in self.plan.offsets.items()} | self._grown()
@@ -92,6 +93,19 @@ class KernelBody:
         if not rows.even:
             fits = code.op(f"icmp slt i64 {self.high}, {rows.count}", "i1").text
             self.high = code.op(f"select i1 {fits}, i64 {self.high}, i64 {rows.count}", "i64").text
+
+    def _take_part(self) -> None:
+        """Where this group has its heads, and its rows of them, in the memory of the caller."""
+        if self.plan.part is None:
+            return
+        code, number, places = self.code, "%group", list[str]()
+        for cut in reversed(self.plan.part.cuts):
+            places.insert(0, code.op(f"urem i64 {number}, {cut.groups}", "i64").text)
+            number = code.op(f"udiv i64 {number}, {cut.groups}", "i64").text
+        for (kind, n), name in self.given.items():
+            for place, move in zip(places, self.plan.moves(kind, n), strict=True):
+                if move:
+                    self.given[kind, n] = name = code.pointer(name, code.times(place, move))
 
     def _scratch(self, buffer: Region, offset: int) -> str:
         """Where row 0 of a scratch buffer would lie, so that this group's first row lies at the offset."""
@@ -141,7 +155,7 @@ class KernelBody:
         for n, array in enumerate(self.step.carry):
             first = self.given["first", n]
             if n in pairs:
-                self._copy(array, first, pairs[n][1])
+                self._copy(self._outside(n), first, array, pairs[n][1])
             begin.append(pairs[n][1] if n in pairs else first)
         return begin
 
@@ -168,12 +182,19 @@ class KernelBody:
             if self.rows is not None and self.plan.has_rows(array.buffer):
                 row = size // self.rows.count
                 begin, end, part = code.times(self.low, row), code.times(self.high, row), row * self.rows.share
-            if not 0 < part <= lanes * LINE_BYTES:  # a lane asks for one line
+            runs, apart = 1, 0
+            if self.plan.part is not None:
+                runs, apart, part = self.plan.part.runs(array.buffer)
+                end = part
+            lines = -(-part // LINE_BYTES)
+            if not 0 < lines * runs <= lanes:  # a lane asks for one line
                 continue
             # Behind the last step this one's input is asked for again: there is no other.
             ahead = code.op(f"select i1 {more}, i64 {-size if step.source.reverse else size}, i64 0", "i64").text
-            at = code.add(begin, code.times("%lane", LINE_BYTES))
-            with code.when(code.op(f"icmp slt i64 {at}, {end}", "i1")):
+            run, line = split_index(code, "%lane", (runs, lines)) if runs > 1 else (0, "%lane")
+            at = code.add(begin, code.times(line, LINE_BYTES), code.times(run, apart))
+            inside = f"icmp slt i64 %lane, {runs * lines}" if runs > 1 else f"icmp slt i64 {at}, {end}"
+            with code.when(code.op(inside, "i1")):
                 self.device.fetch(code, code.pointer(code.pointer(loop.names["sequence", n], ahead), at))
 
     def _unit(self, memory: Memory, n: int) -> None:
@@ -235,14 +256,18 @@ class KernelBody:
         for n, array in enumerate(self.step.carry):
             if array.buffer.kind == "array":
                 continue
-            own = self.rows is None or self.plan.has_rows(array.buffer)
+            own = (self.plan.groups == 1) or self.plan.has_rows(array.buffer) or any(self.plan.moves("last", n))
             with contextlib.nullcontext() if own else code.when(self.first_group):
-                self._copy(array, after[n], self.given["last", n])
+                self._copy(array, after[n], self._outside(n), self.given["last", n])
 
-    def _copy(self, array: Array, source: str, place: str) -> None:
+    def _outside(self, n: int) -> Array:
+        """A carry as it lies in the caller's memory."""
+        return self.step.carry[n] if self.plan.part is None else self.plan.part.outside[n]
+
+    def _copy(self, array: Array, source: str, out: Array, place: str) -> None:
         if not array.numel:
             return
-        group = copying(array)
+        group = copying(array, out)
         (point,) = group.walks
         pointers = {point.reads()[0].buffer: source, point.writes()[0].buffer: place}
         memory = LaneMemory(self.code, self.device, pointers, "poison")

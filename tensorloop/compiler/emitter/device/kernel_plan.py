@@ -1,9 +1,10 @@
 """What a kernel is made of: units and how lanes share them, places in scratch memory, waits."""
 
 import math
-from collections.abc import Sequence
+from collections.abc import Container, Sequence
 
 from tensorloop.compiler.emitter.device.devices import MOST_LANES, WARP, Device
+from tensorloop.compiler.emitter.device.heads import Spread, spread
 from tensorloop.compiler.emitter.device.lanes import MANY, GroupRows, LaneShare, share_lanes
 from tensorloop.compiler.emitter.device.nearby import FIXED, NearMatrix, near_matrices, outs_are_copies, reading_near
 from tensorloop.compiler.emitter.device.touches import LaneTouch, LaneTouches
@@ -39,14 +40,14 @@ class KernelPlan:
 
     def _make(self, step: LoweredStep) -> None:
         """Makes the units, shares them out among lanes, and places their buffers."""
-        self.step = step
-        self.units, self.stored = put_together(step)
+        self.part: Spread | None = None
+        self._put_together(step)
+        part = spread(step, self.device.groups)
+        if part is not None and part.groups > self.groups:
+            self.part, step = part, part.step
+            self._put_together(step)
         self.bounds = find_bounds(self.units, step.source.graph.nodes, step.source.growth)
         self.checks = number_checks(self.units, self.machine)
-        self.split = share_rows(step, self.units, {})
-        self.rows = self._rows()
-        if self.rows is None:
-            self.split = None
         self.dims = [None if self.split is None else self.split.dims[n] for n in range(len(self.units))]
         self.pairs = [n for n, array in enumerate(step.next) if array.buffer.kind == "next"]
         self.lanes = self._lanes()
@@ -59,8 +60,26 @@ class KernelPlan:
         # What text of a device needs for itself is not counted before: the same is near on each device with such room.
         self.scratch += self.device.own_scratch(self.lanes)
         self.shares = [self.share(*pair) for pair in zip(self.units, self.dims, strict=True)]
-        self.packed = _packed(self.units)
+        self.packed = _packed(self.units, {x for cut in self.part.cuts for x in cut.steps} if self.part else ())
         self.grown = find_grown(self.units, self.stored)
+
+    def _put_together(self, step: LoweredStep) -> None:
+        """Makes the units, and finds their rows: a part of several heads is shared out already."""
+        self.step = step
+        self.units, self.stored = put_together(step)
+        self.split = share_rows(step, self.units, {}) if self.part is None else None
+        self.rows = self._rows()
+        if self.rows is None:
+            self.split = None
+
+    @property
+    def groups(self) -> int:
+        """Returns how many groups there are."""
+        return self.part.groups if self.part is not None else 1 if self.rows is None else self.rows.groups
+
+    def moves(self, kind: str, n: int) -> list[int]:
+        """Returns how many bytes further each group of several heads has its own of the caller's memory."""
+        return [] if self.part is None else self.part.moves(kind, n)
 
     def _rows(self) -> GroupRows | None:
         """Returns how the groups share the rows; None where one group has all."""
@@ -135,8 +154,9 @@ class KernelPlan:
             if array.numel and array.buffer.kind != "array":  # which stays where it is
                 after, share = step.next[n], self.whole(array)
                 if n in self.pairs:
-                    first.append(touches.copy(_same(after.buffer, array), share, writes=True))
-                last.append(touches.copy(_same(array.buffer, array), share, writes=False))
+                    here = Array(after.buffer, array.shape, array.strides)
+                    first.append(touches.copy(here, share, writes=True))
+                last.append(touches.copy(array, share, writes=False))
         first += [touch for one in self.near.values() for touch in touches.of(one.load, one.row, self.loading(one))]
         parts = [touches.of(*given) for given in zip(self.units, self.dims, self.shares, strict=True)]
         ranges = {buffer: (at, at + self.room(buffer)) for buffer, at in self.offsets.items()}
@@ -170,17 +190,16 @@ def elements_of(unit: Unit) -> int:
     return MANY if isinstance(size, Length) else size
 
 
-def _packed(units: Sequence[Unit]) -> dict[Array, Array]:
-    """Right operands that stay the same and whose columns are no neighbours, and the copies in which they are."""
+def _packed(units: Sequence[Unit], apart: Container[Region]) -> dict[Array, Array]:
+    """Right operands that stay the same and whose columns are no neighbours, and the copies in which they are.
+
+    Those of which each group has a part are left where they are.
+    """
     found: dict[Array, Array] = {}
     for unit in units:
-        if not isinstance(unit, Matmul) or unit.b.buffer.kind not in FIXED:
+        if not isinstance(unit, Matmul) or unit.b.buffer.kind not in FIXED or unit.b.buffer in apart:
             continue
         if unit.b.strides[-1] != 1 and unit.b.shape[-1] > 1:
             region = Region("packed", 0, unit.b.numel, unit.b.dtype)
             found.setdefault(unit.b, contiguous(region, unit.b.shape))
     return found
-
-
-def _same(buffer: Region, array: Array) -> Array:
-    return contiguous(buffer, array.shape)

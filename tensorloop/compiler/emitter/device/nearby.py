@@ -42,7 +42,7 @@ def outs_are_copies(step: LoweredStep) -> LoweredStep:
     made = copy.copy(step)
     made.kernels = []
     for kernel in step.kernels:
-        made.kernels.append(_with_arrays(kernel, new))
+        made.kernels.append(with_arrays(kernel, new))
         for out in kernel.writes():
             if out.buffer in moved and out.numel:
                 made.kernels.append(Point("copy", copied, (_each_once(new(out)),), _each_once(out)))
@@ -56,7 +56,7 @@ def _each_once(one: Array) -> Array:
     return Array(one.buffer, shape, one.strides, one.offset).squeeze()
 
 
-def _with_arrays(kernel: Kernel, new: Callable[[Array], Array]) -> Kernel:
+def with_arrays(kernel: Kernel, new: Callable[[Array], Array]) -> Kernel:
     """The kernel on other arrays."""
     changed: dict[str, Any] = {}
     for field in dataclasses.fields(kernel):
@@ -133,7 +133,7 @@ def reading_near(unit: Unit, near: Mapping[Array, NearMatrix]) -> Unit:
         return dataclasses.replace(unit, b=new(unit.b))
     if not isinstance(unit, WalkGroup) or not any(one in near for one in _read_whole(unit)):
         return unit
-    walks = [_with_arrays(walk, new) for walk in unit.walks]
+    walks = [with_arrays(walk, new) for walk in unit.walks]
     for n, walk in enumerate(unit.walks):
         if isinstance(walk, Gather):  # its steps are those of where it lies now
             walks[n] = dataclasses.replace(walk, indices=tuple(map(new, walk.indices)))

@@ -46,7 +46,7 @@ def _bytes(plan: KernelPlan, n: int, unit: Unit, one: Array) -> int:
     sizes = [size for size, stride in zip(one.shape, one.strides, strict=True) if stride]
     if isinstance(unit, WalkGroup):  # what is chosen: an element for each index
         sizes = [*unit.space] if any(isinstance(w, Gather) and one is w.source for w in unit.walks) else sizes
-    groups = 1 if plan.rows is None or _has_rows(unit, plan.dims[n], one) else plan.rows.groups
+    groups = 1 if plan.rows is not None and _has_rows(unit, plan.dims[n], one) else plan.groups
     if plan.dims[n] is None and kind == "sum":
         groups = 1  # one group adds what all have computed
     return math.prod(sizes) * one.dtype.itemsize * groups

@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from tensorloop.compiler.emitter.ir.kernels import Matmul, Point
-from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region, contiguous
+from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
 from tensorloop.compiler.emitter.lower import growing
 from tensorloop.compiler.emitter.lower.lowering import LoweredStep, copied
 from tensorloop.compiler.emitter.write.fuse import (
@@ -35,7 +35,8 @@ def find_grown(units: Sequence[Unit], stored: Iterable[Region]) -> list[Region]:
     return [x for x in buffers if x.kind == "scratch" and x in stored and isinstance(x.numel, Length)]
 
 
-def copying(array: Array) -> WalkGroup:
-    """A copy of a dense array, for others to say of what."""
-    a, b = (contiguous(Region("copy", n, array.numel, array.dtype), array.shape) for n in range(2))
+def copying(array: Array, place: Array | None = None) -> WalkGroup:
+    """A copy of an array as it lies into memory in which it lies like `place`, for others to say of what."""
+    both = enumerate((array, array if place is None else place))
+    a, b = (Array(Region("copy", n, x.buffer.numel, x.dtype), x.shape, x.strides, x.offset) for n, x in both)
     return WalkGroup(array.shape, [Point("copy", copied, (a,), b)])
