@@ -218,12 +218,7 @@ class Decoder:
         return own if count else self.new_cache(), both.cross_attention_cache
 
     def logits(
-        self,
-        tokens: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: Cache,
-        source: Source | None = None,
+        self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Cache, source: Source | None = None
     ) -> Tensor:
         """(B, V) after the last of `tokens` (B, t), or of embeddings (B, t, d)."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"

@@ -307,14 +307,7 @@ def _entries(live: LocatedStorages) -> tuple[Residual, ...]:
     refs = [(storage.nbytes(), ref) for ref in live.refs if (storage := ref()) is not None]
     held = held_by_library({ref for n, ref in refs if n and ref.saved_at is None})
     return _merged(
-        (
-            ref.place.line.site,
-            ref,
-            operation_name(ref.place.func),
-            _holder(ref, held),
-        )
-        for n, ref in refs
-        if n
+        (ref.place.line.site, ref, operation_name(ref.place.func), _holder(ref, held)) for n, ref in refs if n
     )
 
 

@@ -74,10 +74,7 @@ def _rows(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, name: str)
     rows, others = len(a_bounds) - 1, len(b_bounds) - 1
     if rows % others if others else rows:
         raise ValueError(f"{name}: {rows} rows of a cannot be shared among {others} rows of b")
-    return (
-        *(array(a), a_bounds, array(b), b_bounds),
-        rows // others if rows else 1,
-    )
+    return (*(array(a), a_bounds, array(b), b_bounds), rows // others if rows else 1)
 
 
 def _substitutions(substitution: float | Tensor) -> tuple[float, Any]:

@@ -21,14 +21,7 @@ from tensorloop.packed.scores.scores import PackedScores
 from tensorloop.packed.table import operations
 from tensorloop.packed.table.any_order import AnyOrder
 from tensorloop.packed.table.assign import assign
-from tensorloop.packed.table.base import (
-    Handler,
-    Packed,
-    PackedView,
-    is_packed,
-    not_in_place,
-    refusal,
-)
+from tensorloop.packed.table.base import Handler, Packed, PackedView, is_packed, not_in_place, refusal
 from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
 from tensorloop.packed.table.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.table.operations import TABLE
