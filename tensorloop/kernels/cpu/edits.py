@@ -40,7 +40,7 @@ def edit_cost(
     """(R,) float64: the least cost of edits. Tokens must be rows of the table, where there is one."""
     rows = _rows(a, a_offsets, b, b_offsets, "edit_cost")
     out = a.new_empty(len(a_offsets) - 1, dtype=torch.float64)
-    _over_pairs(_weigh, CELL_COST, rows, insertion, deletion, *_substitutions(substitution), array(out))
+    _over_pairs(_weigh, CELL_COST, rows, insertion, deletion, _substitutions(substitution), array(out))
     return out
 
 
@@ -62,7 +62,7 @@ def edit_paths(
     longest = a_offsets.diff() + b_offsets.diff()[torch.arange(count, device=a.device) // each]
     stops = longest.cumsum(0)
     steps = a.new_full((int(longest.sum()), 3), -1)
-    _over_pairs(_trace, PATH_COST, rows, insertion, deletion, *_substitutions(substitution), array(stops), array(steps))
+    _over_pairs(_trace, PATH_COST, rows, insertion, deletion, _substitutions(substitution), array(stops), array(steps))
     kept = steps[:, 0] >= 0
     ends = torch.cat([stops.new_zeros(1), kept.cumsum(0)])  # steps kept before each place
     return steps[kept], ends[stops] - ends[stops - longest]
@@ -86,7 +86,7 @@ def _substitutions(substitution: float | Tensor) -> tuple[float, Any]:
 
 def _over_pairs(kernel: Callable[..., Any], cost: int, rows: tuple[Any, ...], *args: Any) -> None:
     _, a_bounds, _, b_bounds, each = rows
-    share(kernel, len(a_bounds) - 1, cost * _cells(a_bounds, b_bounds, each), (*rows, *args))
+    share(kernel, len(a_bounds) - 1, cost * _cells(a_bounds, b_bounds, each), (rows, *args))
 
 
 @compiled
@@ -108,12 +108,13 @@ def _longest(begin: Any, end: Any, bounds: Any, each: Any) -> Any:
 
 
 @compiled
-def _count(begin: int, end: int, a: Any, a_bounds: Any, b: Any, b_bounds: Any, each: int, out: Any) -> None:
+def _count(begin: int, end: int, rows: Any, out: Any) -> None:
     """Myers 1999, by words of 64 as Hyyro 2003: a column of the table is the bits of its steps up and down.
 
     Which tokens of a word equal one of the other row is found by comparing them, 64 at a time, which compiles to vector
     instructions: tokens are any int64, and a table of their bits would cost more to make than it saves.
     """
+    a, a_bounds, b, b_bounds, each = rows
     longest = min(_longest(begin, end, a_bounds, 1), _longest(begin, end, b_bounds, each))
     ups, downs = np.empty(longest // 64 + 1, np.uint64), np.empty(longest // 64 + 1, np.uint64)
     one = np.uint64(1)
@@ -153,21 +154,9 @@ def _count(begin: int, end: int, a: Any, a_bounds: Any, b: Any, b_bounds: Any, e
 
 
 @compiled
-def _weigh(
-    begin: int,
-    end: int,
-    a: Any,
-    a_bounds: Any,
-    b: Any,
-    b_bounds: Any,
-    each: int,
-    insertion: float,
-    deletion: float,
-    substitution: float,
-    table: Any,
-    out: Any,
-) -> None:
+def _weigh(begin: int, end: int, rows: Any, insertion: float, deletion: float, substitutions: Any, out: Any) -> None:
     """Wagner & Fischer 1974, with one row of the table, along the shorter row of tokens."""
+    (a, a_bounds, b, b_bounds, each), (substitution, table) = rows, substitutions
     size = len(table)
     flat = table.ravel()
     row = np.empty(min(_longest(begin, end, a_bounds, 1), _longest(begin, end, b_bounds, each)) + 1)
@@ -195,21 +184,10 @@ def _weigh(
 
 @compiled
 def _trace(
-    begin: int,
-    end: int,
-    a: Any,
-    a_bounds: Any,
-    b: Any,
-    b_bounds: Any,
-    each: int,
-    insertion: float,
-    deletion: float,
-    substitution: float,
-    table: Any,
-    stops: Any,
-    steps: Any,
+    begin: int, end: int, rows: Any, insertion: float, deletion: float, substitutions: Any, stops: Any, steps: Any
 ) -> None:
     """The steps of pair r end before steps[stops[r]]; there is room for all its tokens, and -1 where none is."""
+    (a, a_bounds, b, b_bounds, each), (substitution, table) = rows, substitutions
     size = len(table)
     for r in range(begin, end):
         xs, ys = a[a_bounds[r] : a_bounds[r + 1]], b[b_bounds[r // each] : b_bounds[r // each + 1]]
