@@ -31,7 +31,7 @@ from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim, as_dim, unchanged
 from tensorloop.packed.scores import between, score_parts, score_shapes
 from tensorloop.packed.table.aliases import follow, mark
-from tensorloop.packed.table.autograd import apply, is_recording, refuse_lost_gradient
+from tensorloop.packed.table.autograd import apply, check_gradient, is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import Packed, add_operators, find_dim, gives_view, is_of_rows
 from tensorloop.packed.table.dispatch import dispatch, is_taken
 from tensorloop.packed.table.entries import plain
@@ -251,8 +251,7 @@ class PackedTensor(InAutograd):
             raise WrongValue(f"max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]")
         if not isinstance(value, Number):
             raise WrongType(f"value must be a number, got {arguments.describe(value)}")
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return segments.pad(self.values, self._dim._offsets, steps, value)
 
     @named("unbind")
@@ -266,8 +265,7 @@ class PackedTensor(InAutograd):
         """
         if dim != 0 and (not isinstance(dim, int) or dim != -self.ndim):
             return dispatch(Tensor.unbind, (self, dim), {})
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return mark(tuple(self.values.split(self._dim._host_lens.tolist())))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
@@ -296,8 +294,7 @@ class PackedTensor(InAutograd):
     @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
         """p[key] = value: changes in place the entries that p[key] has."""
-        if not is_recording():
-            refuse_lost_gradient((self, key, value))
+        check_gradient(self, key, value)
         setitem(self, key, value)
 
     def __len__(self) -> int:
@@ -397,8 +394,7 @@ class PackedTensor(InAutograd):
 
         Returns: a nested tensor (B, j, *F).
         """
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return interop.to_nested(self)
 
     @classmethod
@@ -419,8 +415,7 @@ class PackedTensor(InAutograd):
 
         Returns: a `torch.nn.utils.rnn.PackedSequence`.
         """
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return interop.to_packed_sequence(self)
 
     @classmethod
@@ -443,7 +438,7 @@ class PackedTensor(InAutograd):
 
         Returns: `mask_mod(b, h, q, kv)`.
         """
-        return interop.document_mask(self, causal)
+        return interop.document_mask(self._dim._row_ids, causal)
 
     # -- torch functions
 

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.packed.other_layouts.interop import document_mask
 from tensorloop.packed.static import static_layers, static_reduce
 from tensorloop.packed.static.static_ops import check_rows, dispatch, facts, refuse
 from tensorloop.packed.static.static_rows import StaticRows, attend
@@ -311,13 +312,8 @@ class StaticPackedTensor(StaticPacked, _Base):
 
         Returns: `mask_mod(b, h, q, kv)`.
         """
-        rows = self._rows.row_ids
-
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            same = rows[q] == rows[kv]  # free entries see each other, and nobody sees them
-            return same & (q >= kv) if causal else same
-
-        return mask_mod
+        # Free entries see each other, and nobody sees them.
+        return document_mask(self._rows.row_ids, causal)
 
     # -- torch functions
 

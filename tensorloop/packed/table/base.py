@@ -165,7 +165,8 @@ def refusal(why: str, instead: str) -> WrongType:
 
 def check_only_first(first: Any, *others: Any) -> None:
     """Raises where another argument than the first is packed, or that one is not."""
-    if not is_packed(first) or any(is_packed(x) for x in others):
+    kinds = (Packed, StaticPacked)
+    if not isinstance(first, kinds) or any(isinstance(x, kinds) for x in others):
         raise refusal("only its input may be packed", "pass ordinary tensors for the rest")
 
 

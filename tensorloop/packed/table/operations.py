@@ -136,7 +136,7 @@ row(OTHER, "msort", "sort.msort", views=_BY_SORT)
 # -- features of each entry
 
 row(LAST, "linear", "features.linear", "batch", static="static_layers.linear")
-row(LAST, "layer_norm rms_norm", "features.norm", "batch", static="static_layers.norm")
+row(LAST, "layer_norm rms_norm", "features.norm", "batch", static="features.norm")
 row(LAST, "embedding", "features.embedding", "batch, begins, of numbers", static="static_layers.embedding")
 row(LAST, "cdist", "features.cdist", "batch")
 row(OTHER, "prelu", "features.prelu", "batch", channels="statistics.prelu", views=_OF_DIM_1)
