@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.cpu.compiling import compiled, inlined
-from tensorloop.kernels.cpu.offsets import bounds_of
+from tensorloop.kernels.cpu.compiling import compiled
+from tensorloop.kernels.cpu.offsets import bounds_of, longest_of
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager.edits import DELETION, INSERTION, MATCH, SUBSTITUTION
 from tensorloop.kernels.memory import array
@@ -98,15 +98,6 @@ def _cells(a_bounds: Any, b_bounds: Any, each: int) -> int:
     return total
 
 
-@inlined
-def _longest(begin: Any, end: Any, bounds: Any, each: Any) -> Any:
-    """The longest of the rows begin // each to (end - 1) // each."""
-    longest = 0
-    for r in range(begin // each, (end - 1) // each + 1):
-        longest = max(longest, bounds[r + 1] - bounds[r])
-    return longest
-
-
 @compiled
 def _count(begin: int, end: int, rows: Any, out: Any) -> None:
     """Myers 1999, by words of 64 as Hyyro 2003: a column of the table is the bits of its steps up and down.
@@ -115,7 +106,7 @@ def _count(begin: int, end: int, rows: Any, out: Any) -> None:
     instructions: tokens are any int64, and a table of their bits would cost more to make than it saves.
     """
     a, a_bounds, b, b_bounds, each = rows
-    longest = min(_longest(begin, end, a_bounds, 1), _longest(begin, end, b_bounds, each))
+    longest = min(longest_of(begin, end, a_bounds, 1), longest_of(begin, end, b_bounds, each))
     ups, downs = np.empty(longest // 64 + 1, np.uint64), np.empty(longest // 64 + 1, np.uint64)
     one = np.uint64(1)
     for r in range(begin, end):
@@ -159,7 +150,7 @@ def _weigh(begin: int, end: int, rows: Any, insertion: float, deletion: float, s
     (a, a_bounds, b, b_bounds, each), (substitution, table) = rows, substitutions
     size = len(table)
     flat = table.ravel()
-    row = np.empty(min(_longest(begin, end, a_bounds, 1), _longest(begin, end, b_bounds, each)) + 1)
+    row = np.empty(min(longest_of(begin, end, a_bounds, 1), longest_of(begin, end, b_bounds, each)) + 1)
     for r in range(begin, end):
         outer, inner = a[a_bounds[r] : a_bounds[r + 1]], b[b_bounds[r // each] : b_bounds[r // each + 1]]
         down, along, step_down, step_along = insertion, deletion, size, 1
