@@ -219,7 +219,7 @@ row(OTHER, "einsum", "between.einsum", views="between.einsum", scores="between.e
 
 # -- facts, copies, new tensors
 
-_FACTS = {SCORES: "score_ops.of_values", VIEWS: "reordered.of_values"}
+_FACTS = dict.fromkeys((SCORES, VIEWS), "attributes.of_values")
 row(WHOLE, "is_floating_point is_complex", "attributes.of_values", "fact", **_FACTS)
 row(WHOLE, "is_contiguous", "attributes.of_values", "fact", **_FACTS)
 row(WHOLE, "is_signed is_inference element_size get_device nelement numel item", "attributes.of_values", **_FACTS)

@@ -162,12 +162,6 @@ def _write(func: Any, input: Any, key: Any, value: Any) -> None:
     assign(input, key, value)
 
 
-@handles
-def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns what torch says of the values."""
-    return func(input.packed.values, *args, **kwargs)
-
-
 @runs(VIEWS)
 def _run(name: str, func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
     """By the handler of layers, where the layout has some; else by that of views; else as the kind says."""
