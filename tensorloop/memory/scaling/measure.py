@@ -4,6 +4,7 @@ import time
 import traceback
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field, replace
+from functools import partial
 from itertools import pairwise
 from typing import Any, TypeVar
 
@@ -90,7 +91,7 @@ def growth(
         if not callable(measure):
             raise TypeError(f"growth: measure must be a function such as tl.memory.peak; got {measure!r}")
         with _Passes(progress, "growth", sum(Ts)) as bar:
-            counted = tuple(bar.shown(T, "", lambda T=T: measure(_make(make_fn, T))) for T in Ts)
+            counted = tuple(bar.shown(T, "", partial(measure, _make(make_fn, T))) for T in Ts)
         sizes = _subtracted(Ts, counted, subtract, strict=True)
         return Growth(Ts, sizes, exponent(Ts, sizes), marginal(Ts[-3:], sizes[-3:]))
     runs, failed, failed_at = _runs(make_fn, Ts, progress)
