@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.cpu.compiling import compiled, inlined
+from tensorloop.kernels.cpu.compiling import compiled
 from tensorloop.kernels.cpu.threads import PIECE, share
 from tensorloop.kernels.memory import array
 
@@ -122,18 +122,6 @@ def _propose(random: Any, graph: Any, part: Any, member: Any) -> Any:
     return u, np.int64(member[q, _below(random, size)])
 
 
-@inlined
-def _meet(k: Any, move: Any, room: Any, number: Any) -> Any:
-    """Lists a block, unless it is among the `number` that this move has met; how many these are then."""
-    table, marks, seen = room
-    if marks[k] != move:
-        marks[k] = move
-        table[k] = 0
-        seen[number] = k
-        number += 1
-    return number
-
-
 @compiled
 def _tally(graph: Any, part: Any, u: int, v: int, move: int, room: Any) -> Any:
     """Counts the edges of u and v to and from each block, in rows of `table`: those of the blocks listed in `seen`.
@@ -141,10 +129,13 @@ def _tally(graph: Any, part: Any, u: int, v: int, move: int, room: Any) -> Any:
     Gives how many are listed, how many edges join u and v, and by how many edges to itself v has more than u.
     """
     indptr, indices, back, sources, symmetric, _, _ = graph
-    table, _, seen = room
+    table, marks, seen = room
     number, joined, own = 0, 0, 0
     for k in (part[u], part[v]):
-        number = _meet(k, move, room, number)
+        marks[k] = move
+        table[k] = 0
+        seen[number] = k
+        number += 1
     for side in range(2):
         a, b = (u, v) if side == 0 else (v, u)
         for e in range(indptr[a], indptr[a + 1]):
@@ -154,7 +145,11 @@ def _tally(graph: Any, part: Any, u: int, v: int, move: int, room: Any) -> Any:
                 continue
             joined += w == b
             k = part[w]
-            number = _meet(k, move, room, number)
+            if marks[k] != move:
+                marks[k] = move
+                table[k] = 0
+                seen[number] = k
+                number += 1
             table[k, 2 * side] += 1
         if symmetric:
             continue
@@ -163,7 +158,11 @@ def _tally(graph: Any, part: Any, u: int, v: int, move: int, room: Any) -> Any:
             if w == a:
                 continue
             k = part[w]
-            number = _meet(k, move, room, number)
+            if marks[k] != move:
+                marks[k] = move
+                table[k] = 0
+                seen[number] = k
+                number += 1
             table[k, 2 * side + 1] += 1
     if symmetric:
         for i in range(number):
