@@ -32,7 +32,7 @@ from tensorloop.packed.rows.dim import Dim, as_dim, unchanged
 from tensorloop.packed.scores import between, score_parts, score_shapes
 from tensorloop.packed.table.aliases import follow, mark
 from tensorloop.packed.table.autograd import apply, check_gradient, is_recording, refuse_lost_gradient
-from tensorloop.packed.table.base import Packed, add_operators, find_dim, gives_view, is_of_rows
+from tensorloop.packed.table.base import Packed, add_operators, document_mask, find_dim, gives_view, is_of_rows
 from tensorloop.packed.table.dispatch import dispatch, is_taken
 from tensorloop.packed.table.entries import plain
 from tensorloop.packed.table.fallback import FALLBACKS, PackedFallbackWarning
@@ -438,7 +438,7 @@ class PackedTensor(InAutograd):
 
         Returns: `mask_mod(b, h, q, kv)`.
         """
-        return interop.document_mask(self._dim._row_ids, causal)
+        return document_mask(self._dim._row_ids, causal)
 
     # -- torch functions
 

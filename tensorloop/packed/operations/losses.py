@@ -67,21 +67,13 @@ def _ctc_loss(
         raise WrongValue(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     p = _cut(log_probs, input_lengths)
     tokens, dim = _read_targets(targets, target_lengths, p)
-    blank = read_blank(blank, p.shape[2])
+    blank = alignments.read_blank(blank, p.shape[2])
     losses = alignments.ctc(p.values, p._dim._offsets, tokens, dim._offsets, blank)
     if zero_infinity:
         losses = torch.where(losses == torch.inf, 0, losses)
     if reduction == "mean":
         return (losses / dim._lens.clamp(min=1)).mean()
     return losses.sum() if reduction == "sum" else losses
-
-
-def read_blank(blank: Any, classes: int) -> int:
-    """The class that stands for no token."""
-    n = arguments.as_int(blank, "blank")
-    if not 0 <= n < classes:
-        raise WrongValue(f"blank is {n}, expected 0 <= blank < {classes}")
-    return n
 
 
 def _cut(p: Packed, lengths: Any) -> Packed:

@@ -8,7 +8,6 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.packed.operations.losses import read_blank
 from tensorloop.packed.rows import alignments, segments
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.autograd import check_gradient
@@ -112,7 +111,7 @@ def rnnt_loss(log_probs: Packed, targets: Packed, *, blank: int = 0, reduction: 
     if reduction not in ("none", "mean", "sum"):
         raise WrongValue(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     classes = log_probs.values.shape[1]
-    blank = read_blank(blank, classes)
+    blank = alignments.read_blank(blank, classes)
     dim, widths = log_probs._dim, targets._dim._lens + 1
     _check_rows(dim, targets, widths, classes)
     losses = alignments.rnnt(_pick(log_probs.values, dim, targets, widths, blank), dim._offsets, widths)

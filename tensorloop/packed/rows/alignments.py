@@ -12,6 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop._torch.formula import differentiate, is_differentiated
@@ -20,6 +22,14 @@ from tensorloop.kernels.lattices import rnnt_formula
 from tensorloop.packed.rows import segments
 
 _FAR = -1e30  # for no path: minus infinity would have NaN for its gradient
+
+
+def read_blank(blank: Any, classes: int) -> int:
+    """The class that stands for no token."""
+    n = arguments.as_int(blank, "blank")
+    if not 0 <= n < classes:
+        raise WrongValue(f"blank is {n}, expected 0 <= blank < {classes}")
+    return n
 
 
 @runs_kernels

@@ -13,11 +13,10 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop.packed.other_layouts.interop import document_mask
 from tensorloop.packed.static import static_layers, static_reduce
 from tensorloop.packed.static.static_ops import check_rows, dispatch, facts, refuse
 from tensorloop.packed.static.static_rows import StaticRows, attend
-from tensorloop.packed.table.base import StaticPacked, add_operators
+from tensorloop.packed.table.base import StaticPacked, add_operators, document_mask
 from tensorloop.packed.table.dispatch import ALONG_FEATURES, HANDLED
 from tensorloop.packed.table.row import STATIC
 from tensorloop.packed.table.types import TensorTypes

@@ -7,9 +7,8 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongType
-from tensorloop.packed.operations.reduce import restore_dims
 from tensorloop.packed.static.static_ops import feature_dim, find_dims
-from tensorloop.packed.table.base import refusal
+from tensorloop.packed.table.base import refusal, restore_dims
 from tensorloop.packed.table.dispatch import handles
 
 

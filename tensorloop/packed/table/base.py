@@ -152,6 +152,13 @@ def find_dims(p: Packed, dim: Any) -> tuple[int, ...]:
     return numbers
 
 
+def restore_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """The reduced dims back as 1."""
+    for d in sorted(dims) if keepdim else ():
+        out = out.unsqueeze(d)
+    return out
+
+
 def check_same_rows(first: Packed, other: Packed, what: str = "") -> None:
     """Raises where two packed tensors have not the same rows, naming the first that differs."""
     if not first._dim.same(other._dim):
@@ -185,6 +192,16 @@ def gives_view(key: Any) -> bool:
     keys = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     keys = keys if isinstance(keys, tuple) else (keys,)
     return not any(isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in keys)
+
+
+def document_mask(rows: Tensor, causal: bool) -> Callable[..., Tensor]:
+    """mask_mod(b, h, q, kv) of FlexAttention over N entries, of these rows, as one sequence."""
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        same = rows[q] == rows[kv]
+        return same & (q >= kv) if causal else same
+
+    return mask_mod
 
 
 def is_of_rows(out: Any, dim: Dim) -> bool:
