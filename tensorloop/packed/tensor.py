@@ -172,16 +172,6 @@ class PackedTensor(InAutograd):
         return len(self._dim), self._dim, *self.values.shape[1:]
 
     @property
-    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The device of the values."""
-        return self.values.device
-
-    @property
     def mT(self) -> Self:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The last two feature dims exchanged."""
         return self.transpose(-1, -2)
@@ -192,13 +182,6 @@ class PackedTensor(InAutograd):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: NumPy would make an array of one object."""
         raise TypeError("NumPy: a packed tensor is no array; use p.values.numpy() (N, *F), or p.pad().numpy()")
-
-    def dim(self) -> int:
-        """The number of dims, batch and ragged dim included.
-
-        Returns: an int.
-        """
-        return self.ndim
 
     @named("size")
     def size(self, dim: Any = None) -> Any:

@@ -19,12 +19,41 @@ else:
     _Base = object
 
 
-class Packed(_Base):
+class Facts(_Base):
+    """What packed tensors and static ones say of their values."""
+
+    __slots__ = ()
+
+    values: Tensor
+
+    @property
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The number of dims, batch and ragged dim included."""
+        return self.values.dim() + 1
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The device of the values."""
+        return self.values.device
+
+    def dim(self) -> int:
+        """The number of dims, batch and ragged dim included.
+
+        Returns: an int.
+        """
+        return self.ndim
+
+
+class Packed(Facts):
     """Values (N, *F) and the Dim that cuts them into rows. `packed.PackedTensor` is the public class above it."""
 
     __slots__ = ("__weakref__", "_dim", "values")
 
-    values: Tensor
     _dim: Dim
 
     def _with(self, values: Any, dim: Dim | None = None) -> Self:
@@ -43,11 +72,6 @@ class Packed(_Base):
     def shape(self) -> tuple[int, Any, *tuple[int, ...]]:
         """(B, None, *F). What stands for the ragged dim equals None; torch makes tensors by it, and it is no number."""
         return len(self._dim), RaggedSize(self._dim), *self.values.shape[1:]
-
-    @property
-    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The number of dims, batch and ragged dim included."""
-        return self.values.dim() + 1
 
 
 def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -103,10 +127,8 @@ class PackedView:
         raise NotImplementedError
 
 
-class StaticPacked:
+class StaticPacked(Facts):
     """A packed tensor with free entries behind its rows. `static.StaticPackedTensor` is the public class."""
-
-    values: Tensor
 
 
 Handler = Callable[..., Any]
