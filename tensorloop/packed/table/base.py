@@ -19,8 +19,8 @@ else:
     _Base = object
 
 
-class Facts(_Base):
-    """What packed tensors and static ones say of their values."""
+class PackedFacts(_Base):
+    """The facts of values that are packed, with free entries or without."""
 
     __slots__ = ()
 
@@ -49,7 +49,7 @@ class Facts(_Base):
         return self.ndim
 
 
-class Packed(Facts):
+class Packed(PackedFacts):
     """Values (N, *F) and the Dim that cuts them into rows. `packed.PackedTensor` is the public class above it."""
 
     __slots__ = ("__weakref__", "_dim", "values")
@@ -127,7 +127,7 @@ class PackedView:
         raise NotImplementedError
 
 
-class StaticPacked(Facts):
+class StaticPacked(PackedFacts):
     """A packed tensor with free entries behind its rows. `static.StaticPackedTensor` is the public class."""
 
 
