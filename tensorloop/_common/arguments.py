@@ -42,6 +42,14 @@ def as_int(i: SupportsIndex, what: str = "index") -> int:
     raise WrongType(f"{what} must be an int or a 0-d integer tensor, got {describe(i)}{hint}")
 
 
+def at_least(least: int, i: SupportsIndex, what: str, hint: str = "") -> int:
+    """`i` as an int that is not too small."""
+    n = as_int(i, what)
+    if n < least:
+        raise WrongValue(f"{what} must be at least {least}, got {n}{hint}")
+    return n
+
+
 def as_bool(x: bool, what: str) -> bool:
     """`x`, which must be True or False."""
     if not isinstance(x, bool):

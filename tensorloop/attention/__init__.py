@@ -13,9 +13,5 @@ if TYPE_CHECKING:
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
-        __name__,
-        {
-            "attention.api": ("ScoreMod", "attention"),
-            "attention.past": ("Sight", "attend_past", "whole"),
-        },
+        __name__, {"attention.api": ("ScoreMod", "attention"), "attention.past": ("Sight", "attend_past", "whole")}
     )

@@ -19,7 +19,7 @@ from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, num
 from tensorloop.attention.reading import read_numbers, read_tensors
 from tensorloop.kernels.sight import Sight
 from tensorloop.packed.rows.dim import Dim
-from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.table.autograd import check_gradient
 from tensorloop.packed.table.base import Packed, check_same_rows, is_packed
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.internals import length_of
@@ -252,8 +252,7 @@ def _read(q: Any, k: Any, v: Any) -> _Inputs:
     packed = [is_packed(x) for x in (q, k, v)]
     arrays = [isinstance(x, TensorArray) for x in (q, k, v)]
     if all(packed):
-        if not is_recording():
-            refuse_lost_gradient((q, k, v))
+        check_gradient(q, k, v)
         return _read_packed(q, k, v)
     if arrays == [False, True, True] and not packed[0]:
         return _read_step(q, k, v)

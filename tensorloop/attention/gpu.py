@@ -40,18 +40,17 @@ def _has_dense(q: Tensor, k: Tensor) -> bool:
 
 def dense(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
     """By `scaled_dot_product_attention`, whose `is_causal` aligns first positions too."""
-    shared = q.shape[2] != k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = scaled_dot_product_attention(q, k, v, is_causal=sight.causal, scale=sight.scale, enable_gqa=shared)
-    return out.transpose(1, 2)
+    return _heads_first(scaled_dot_product_attention, q, k, v, is_causal=sight.causal, scale=sight.scale)
 
 
 def flex(q: Tensor, k: Tensor, v: Tensor, sight: Sight, function: Any) -> Tensor:
     """By `flex_attention`, here `function`: compiled, or as it is."""
+    return _heads_first(function, q, k, v, block_mask=sight.blocks, scale=sight.scale)
+
+
+def _heads_first(function: Any, q: Tensor, k: Tensor, v: Tensor, **options: Any) -> Tensor:
     shared = q.shape[2] != k.shape[2]
-    q, k, v = (x.transpose(1, 2) for x in (q, k, v))
-    out = function(q, k, v, block_mask=sight.blocks, scale=sight.scale, enable_gqa=shared)
-    return out.transpose(1, 2)
+    return function(*(x.transpose(1, 2) for x in (q, k, v)), enable_gqa=shared, **options).transpose(1, 2)
 
 
 @cache

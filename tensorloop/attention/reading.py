@@ -28,9 +28,8 @@ def read_numbers(
     if chunk is None and left_chunks is not None:
         raise WrongValue("left_chunks without chunk; chunk=n says how many positions make one")
     window, chunk = _read_size(window, "window"), _read_size(chunk, "chunk")
-    left = None if left_chunks is None else arguments.as_int(left_chunks, "left_chunks")
-    if left is not None and left < 0:
-        raise WrongValue(f"left_chunks must be at least 0, got {left}; None leaves all that come before")
+    hint = "; None leaves all that come before"
+    left = None if left_chunks is None else arguments.at_least(0, left_chunks, "left_chunks", hint)
     softcap = 0.0 if softcap is None else number(softcap, "softcap")
     dropout = number(dropout, "dropout")
     if softcap < 0:
@@ -119,12 +118,7 @@ def _fits(given: torch.Size, wanted: tuple[int, ...]) -> bool:
 
 
 def _read_size(x: Any, what: str) -> int:
-    if x is None:
-        return 0
-    size = arguments.as_int(x, what)
-    if size < 1:
-        raise WrongValue(f"{what} must be at least 1, got {size}" + "; 1 is the query's own slot" * (what == "window"))
-    return size
+    return 0 if x is None else arguments.at_least(1, x, what, "; 1 is the query's own slot" * (what == "window"))
 
 
 def _read_bias(bias: Any, shape: tuple[int, ...], q: Tensor, what: str, hint: str = "") -> Tensor:

@@ -6,10 +6,11 @@ from typing import Any, Literal, TypeVar
 from torch import Tensor
 
 from tensorloop._common import arguments, pytree
+from tensorloop._common.arguments import at_least
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.progress import Progress
 from tensorloop._torch.eager_only import called_eagerly
-from tensorloop.beam.arguments import KEYWORDS, check_ids, check_int, check_rules, find_device, read_bos, read_gold
+from tensorloop.beam.arguments import KEYWORDS, check_ids, check_rules, find_device, read_bos, read_gold
 from tensorloop.beam.carry import HypothesesCarry
 from tensorloop.beam.choose import TopK
 from tensorloop.beam.decisions import Decisions, Rules
@@ -127,10 +128,10 @@ def beam_search(
         >>> [row.tolist() for row in hyps.tokens.unbind()], hyps.scores.exp()
         ([[], [1], [2]], tensor([[0.5000, 0.1500, 0.1000]]))
     """
-    batch_size, beam_size = check_int(batch_size, "batch_size", 0), check_int(beam_size, "beam_size", 1)
+    batch_size, beam_size = at_least(0, batch_size, "batch_size"), at_least(1, beam_size, "beam_size")
     eos_ids = check_ids(eos_id, "eos_id")
-    max_steps = None if max_steps is None else check_int(max_steps, "max_steps", 1)
-    n_best = beam_size if n_best is None else check_int(n_best, "n_best", 1)
+    max_steps = None if max_steps is None else at_least(1, max_steps, "max_steps")
+    n_best = beam_size if n_best is None else at_least(1, n_best, "n_best")
     length, choose = Sum() if length is None else length, TopK() if choose is None else choose
     rules = Rules(beam_size, n_best, tuple(sorted(set(eos_ids))), max_steps, length, choose, stop, eos, check, capped)
     if not callable(step_fn):

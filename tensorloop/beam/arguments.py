@@ -43,22 +43,15 @@ KEYWORDS = hints(
 )
 
 
-def check_int(n: Any, what: str, least: int) -> int:
-    """`n` as an int that is not too small."""
-    if (n := arguments.as_int(n, what)) < least:
-        raise WrongValue(f"{what} must be at least {least}, got {n}")
-    return n
-
-
 def check_ids(given: Any, what: str) -> list[int]:
     """One token, or several: a sequence of ints or a tensor (n,) of them."""
     if isinstance(given, Tensor) and given.dim() == 1 and given.dtype in arguments.INTEGERS:
         given = given.tolist()
     if not isinstance(given, (list, tuple, range)):
-        return [check_int(given, what, 0)]
+        return [arguments.at_least(0, given, what)]
     if not given:
         raise WrongValue(f"{what} has no token; give one or more")
-    return [check_int(x, f"{what}[{i}]", 0) for i, x in enumerate(given)]
+    return [arguments.at_least(0, x, f"{what}[{i}]") for i, x in enumerate(given)]
 
 
 def read_bos(bos_id: Any, rows: int, device: torch.device) -> Tensor:

@@ -75,8 +75,7 @@ class TrainCache(DynamicCache):
         if not hasattr(config, "get_text_config"):
             cure = "; give model.config" if hasattr(config, "config") else ""
             raise WrongType(f"config must be a model's config, got {arguments.describe(config)}{cure}")
-        if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
-            raise WrongValue(f"capacity must be at least 0, got {capacity}")
+        capacity = None if capacity is None else arguments.at_least(0, capacity, "capacity")
         config = config.get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
         layers: list[Any] = []

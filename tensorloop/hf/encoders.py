@@ -25,10 +25,7 @@ def encode(model: nn.Module, inner: PreTrainedModel, x: PackedTensor, options: d
     name = type(inner).__name__
     if not isinstance(x, PackedTensor):
         raise WrongType(f"{inner.main_input_name} must be a PackedTensor (B, T*, *F), got {arguments.describe(x)}")
-    devices = {weight.device for weight in inner.parameters()}
-    if devices != {x.device}:
-        where = " and ".join(sorted(map(str, devices)))
-        raise WrongValue(f"{inner.main_input_name} is on {x.device}, model on {where}; all must be on one device")
+    check_device(inner, x, inner.main_input_name)
     # What models return takes a packed tensor of no rows for nothing.
     rows = x if len(x.lens) else PackedTensor(x.values, [0])
     copied = copy_for_rows(model, CallRows(rows.dims[0], ATTENTION))
@@ -39,3 +36,11 @@ def encode(model: nn.Module, inner: PreTrainedModel, x: PackedTensor, options: d
     if not pooled and not (isinstance(found, PackedTensor) and len(found.lens) == len(rows.lens)):
         raise WrongType(f"model {name} gives no rows for {len(x.lens)}, but {arguments.describe(found)}")
     return found[: len(x.lens)]
+
+
+def check_device(model: nn.Module, x: PackedTensor, what: str) -> None:
+    """Raises where the model has weights elsewhere than its input."""
+    devices = {weight.device for weight in model.parameters()}
+    if devices != {x.device}:
+        where = " and ".join(sorted(map(str, devices)))
+        raise WrongValue(f"{what} is on {x.device}, model on {where}; all must be on one device")

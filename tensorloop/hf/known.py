@@ -34,11 +34,7 @@ _ADAPTERS = frozenset(
         *("PVERA", "HIRA", "GLORA", "UNILORA", "TINYLORA", "FROD", "DEFT", "BEFT", "PEANUT", "SUPERTUNING", "WAVEFT"),
     }
 )
-_TELLS = {
-    "cu_seq_lens_q": "which puts rows one after another; give rows, or use hf.packed_forward",
-    "cu_seq_lens_k": "which puts rows one after another; give rows, or use hf.packed_forward",
-    "seq_idx": "which puts rows one after another; give rows, or use hf.packed_forward",
-}
+_ROWS_AS_ONE = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
 # `model_type` of what was compared with "eager": without a cache, and with one in chunks and steps, padded and not.
@@ -87,7 +83,9 @@ def refuse_unknown(module: Any, options: dict[str, Any], name: str = "tensorloop
     """Raises where one of a model's keywords for its attention is not known to change no number."""
     for key, x in options.items():
         if key not in _IDLE and x is not None:
-            why = _TELLS.get(key, f"which {name!r} does not know; {NOT_READ}")
+            why = f"which {name!r} does not know; {NOT_READ}"
+            if key in _ROWS_AS_ONE:
+                why = "which puts rows one after another; give rows, or use hf.packed_forward"
             raise WrongValue(f"{type(module).__name__} attends with {key}={arguments.describe(x)[:80]}, {why}")
 
 
@@ -180,13 +178,8 @@ def is_causal(module: Any) -> bool:
 
 @cache
 def _supports_sdpa(config: type) -> bool:
-    home = sys.modules.get(config.__module__.replace(".configuration_", ".modeling_"))
-    models = [
-        x
-        for x in ([] if home is None else vars(home).values())
-        if isinstance(x, type)
-        and issubclass(x, PreTrainedModel)
-        and x.__module__ == config.__module__.replace(".configuration_", ".modeling_")
-    ]
+    name = config.__module__.replace(".configuration_", ".modeling_")
+    there = vars(sys.modules[name]).values() if name in sys.modules else ()
+    models = [x for x in there if isinstance(x, type) and issubclass(x, PreTrainedModel) and x.__module__ == name]
     own = [x for x in models if x.config_class is config] or models
     return bool(own) and all(x._supports_sdpa for x in own)

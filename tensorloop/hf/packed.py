@@ -217,9 +217,6 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
 
 def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], numbering: Numbering | None) -> None:
     _check_options(model, options)
-    devices = {x.device for x in model.parameters()}
-    if devices != {ids.device}:
-        where = " and ".join(sorted(map(str, devices)))
-        raise WrongValue(f"ids is on {ids.device}, model on {where}; all must be on one device")
+    encoders.check_device(model, ids, "ids")
     text = model.config.get_text_config(decoder=True)
     check_rows(model, text, ids, numbering)

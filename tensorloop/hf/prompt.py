@@ -59,8 +59,7 @@ def count_steps(given: Any, name: str, prompt: Prompt, positions: Positions) -> 
         if bound is not None and before > bound:
             raise WrongValue(f"the prompt has {before} tokens, more than the {bound} positions of model: give {name}=")
         return None if bound is None else bound - before + 1
-    if (steps := arguments.as_int(given, name)) < 1:
-        raise WrongValue(f"{name} must be at least 1, got {steps}")
+    steps = arguments.at_least(1, given, name)
     if most is not None and before + steps - 1 > most:
         raise WrongValue(f"{name}={steps} after {before} tokens needs more positions than model has, {most}")
     return steps
@@ -218,12 +217,7 @@ class Decoder:
         return own if count else self.new_cache(), both.cross_attention_cache
 
     def logits(
-        self,
-        tokens: Tensor,
-        mask: Tensor | None,
-        positions: Tensor | None,
-        cache: Cache,
-        source: Source | None = None,
+        self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Cache, source: Source | None = None
     ) -> Tensor:
         """(B, V) after the last of `tokens` (B, t), or of embeddings (B, t, d)."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"

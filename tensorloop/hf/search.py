@@ -199,10 +199,8 @@ class _Steps:
 
 
 def _check_sizes(beam_size: Any, n_best: Any) -> tuple[int, int]:
-    size = arguments.as_int(beam_size, "beam_size")
+    size = arguments.at_least(1, beam_size, "beam_size")
     kept = size if n_best is None else arguments.as_int(n_best, "n_best")
-    if size < 1:
-        raise WrongValue(f"beam_size must be at least 1, got {size}")
     if not 1 <= kept <= size:
         raise WrongValue(f"n_best must be from 1 to beam_size, which is {size}; got {kept}")
     return size, kept

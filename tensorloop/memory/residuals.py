@@ -17,7 +17,7 @@ from tensorloop.memory.counting.holders import held_by_library
 from tensorloop.memory.counting.located import LocatedStorages, operation_name
 from tensorloop.memory.counting.nodes import no_modes
 from tensorloop.memory.counting.saved import graph_of, must_be_function
-from tensorloop.memory.counting.sites import Site, shortened, table
+from tensorloop.memory.counting.sites import WHERE, Site, cells_of, shortened, table
 from tensorloop.memory.counting.storages import StorageRef, collector_off, storages_of
 from tensorloop.memory.report import charts, picture
 from tensorloop.memory.report.result import Shown, Table, refuse_without
@@ -163,14 +163,12 @@ class Residuals(Shown):
 
     def _cells(self) -> Table:
         """A row for each entry."""
-        where = ("file", "line", "module", "library", "code")
-        header = ("kind", "bytes", "count", "operation", "shape", "dtype", *where, "saved_at", "held_by")
+        header = ("kind", "bytes", "count", "operation", "shape", "dtype", *WHERE, "saved_at", "held_by")
         rows = []
         for kind, entries in (("made", self.entries), ("input", self.inputs)):
             for e in entries:
                 what = [kind, e.bytes, e.count, e.operation, _shapes([e.shape]), e.dtype]
-                site = [e.site.path, e.site.line, e.site.module, e.site.library or "", e.site.code]
-                rows.append([*what, *site, e.saved_at or "", e.held_by])
+                rows.append([*what, *cells_of(e.site), e.saved_at or "", e.held_by])
         return header, rows
 
 
@@ -187,15 +185,8 @@ def _rows(entries: tuple[Residual, ...], one_by_one: bool = False) -> list[tuple
     found = [(sum(e.bytes for e in some), sum(e.count for e in some), some) for some in alike.values()]
     return [
         (
-            f"{size:,}",
-            f"{count:,}",
-            str(some[0].site),
-            some[0].operation,
-            _shapes([e.shape for e in some]),
-            some[0].dtype,
-            str(some[0].saved_at or "-"),
-            some[0].held_by,
-            shortened(some[0].site.code),
+            *(f"{size:,}", f"{count:,}", str(some[0].site), some[0].operation, _shapes([e.shape for e in some])),
+            *(some[0].dtype, str(some[0].saved_at or "-"), some[0].held_by, shortened(some[0].site.code)),
         )
         for size, count, some in sorted(found, key=lambda row: -row[0])
     ]
@@ -307,14 +298,7 @@ def _entries(live: LocatedStorages) -> tuple[Residual, ...]:
     refs = [(storage.nbytes(), ref) for ref in live.refs if (storage := ref()) is not None]
     held = held_by_library({ref for n, ref in refs if n and ref.saved_at is None})
     return _merged(
-        (
-            ref.place.line.site,
-            ref,
-            operation_name(ref.place.func),
-            _holder(ref, held),
-        )
-        for n, ref in refs
-        if n
+        (ref.place.line.site, ref, operation_name(ref.place.func), _holder(ref, held)) for n, ref in refs if n
     )
 
 

@@ -15,7 +15,7 @@ from tensorloop._common.errors import Fact
 from tensorloop.memory.counting.allocator import Allocations, Allocator
 from tensorloop.memory.counting.finder import BACKWARD
 from tensorloop.memory.counting.located import LocatedStorages
-from tensorloop.memory.counting.sites import Site, shortened, table
+from tensorloop.memory.counting.sites import WHERE, Site, cells_of, shortened, table
 from tensorloop.memory.report import charts, picture
 from tensorloop.memory.report.result import Shown, Table, refuse_without
 
@@ -58,10 +58,7 @@ class SiteBytes:
         """
         return {
             "site": self.site.as_dict(),
-            "backward": self.backward,
-            "peak": self.peak,
-            "live": self.live,
-            "count": self.count,
+            **{name: getattr(self, name) for name in ("backward", "peak", "live", "count")},
         }
 
     def __repr__(self) -> str:
@@ -155,21 +152,8 @@ class Tracker(Shown):
 
     def _cells(self) -> Table:
         """A row for each line and pass."""
-        header = ("file", "line", "module", "library", "code", "pass", "peak", "live", "count")
-        return header, [
-            (
-                e.site.path,
-                e.site.line,
-                e.site.module,
-                e.site.library or "",
-                e.site.code,
-                _pass(e),
-                e.peak,
-                e.live,
-                e.count,
-            )
-            for e in self.sites()
-        ]
+        header = (*WHERE, "pass", "peak", "live", "count")
+        return header, [(*cells_of(e.site), _pass(e), e.peak, e.live, e.count) for e in self.sites()]
 
 
 def _pass(entry: SiteBytes) -> str:

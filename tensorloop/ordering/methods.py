@@ -346,7 +346,7 @@ def improve(ordering: Ordering, moves: int, *, seed: int = 0, progress: bool = F
     """
     if not isinstance(ordering, Ordering):
         raise WrongType(f"ordering must be an Ordering, got {arguments.describe(ordering)}")
-    moves = _read_moves(moves)
+    moves = arguments.at_least(0, moves, "moves")
     found = swap_search.improve(ordering._problem, ordering._orders, moves, seed, progress)
     name = ordering.method if found is ordering._orders else f"{ordering.method} + search"
     return Ordering(ordering._problem, found, name)
@@ -437,7 +437,7 @@ def best(
         and not problem.graph.coords
         and 2 * (problem.rows + problem.columns) ** 2 <= _FEW
     )
-    moves = (_SHORT if short else 0) if moves is None else _read_moves(moves)
+    moves = (_SHORT if short else 0) if moves is None else arguments.at_least(0, moves, "moves")
     name, orders = _choose(problem, names)
     found = swap_search.improve(problem, orders, moves, seed, progress) if moves else orders
     return Ordering(problem, found, name if found is orders else f"{name} + search")
@@ -484,10 +484,3 @@ def _read_methods(methods: Any) -> list[str]:
         if name not in METHODS and name != "natural":
             raise WrongValue(f"there is no method {name!r}; there are {', '.join(METHODS)}")
     return [name for name in methods if name != "natural"]
-
-
-def _read_moves(moves: Any) -> int:
-    number = arguments.as_int(moves, "moves")
-    if number < 0:
-        raise WrongValue(f"moves must be at least 0, got {number}")
-    return number

@@ -6,7 +6,6 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
-from tensorloop._common.errors import WrongValue
 from tensorloop.kernels.cpu import graphs
 from tensorloop.ordering.graph import Graph, as_graph
 
@@ -69,8 +68,6 @@ def find_blocks(order: Tensor, size: int) -> Tensor:
 
 def read_problem(graph: Any, coords: Any, block_size: Any) -> Problem:
     """From what a user gives."""
-    size = arguments.as_int(block_size, "block_size")
-    if size < 1:
-        raise WrongValue(f"block_size must be at least 1, got {size}")
+    size = arguments.at_least(1, block_size, "block_size")
     graph = as_graph(graph, "graph")
     return Problem(graph if coords is None else graph.at(coords), size)

@@ -112,7 +112,7 @@ def _copy(func: Any, input: Any, src: Any, non_blocking: bool = False) -> Any:
 @handles
 def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
     """Returns what torch says of the values."""
-    return func(input.values, *args, **kwargs)
+    return func(input._memory, *args, **kwargs)
 
 
 @handles

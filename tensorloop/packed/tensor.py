@@ -31,8 +31,8 @@ from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim, as_dim, unchanged
 from tensorloop.packed.scores import between, score_parts, score_shapes
 from tensorloop.packed.table.aliases import follow, mark
-from tensorloop.packed.table.autograd import apply, is_recording, refuse_lost_gradient
-from tensorloop.packed.table.base import Packed, add_operators, find_dim, gives_view, is_of_rows
+from tensorloop.packed.table.autograd import apply, check_gradient, is_recording, refuse_lost_gradient
+from tensorloop.packed.table.base import Packed, add_operators, document_mask, find_dim, gives_view, is_of_rows
 from tensorloop.packed.table.dispatch import dispatch, is_taken
 from tensorloop.packed.table.entries import plain
 from tensorloop.packed.table.fallback import FALLBACKS, PackedFallbackWarning
@@ -172,16 +172,6 @@ class PackedTensor(InAutograd):
         return len(self._dim), self._dim, *self.values.shape[1:]
 
     @property
-    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The device of the values."""
-        return self.values.device
-
-    @property
     def mT(self) -> Self:  # pyright: ignore[reportIncompatibleVariableOverride]
         """The last two feature dims exchanged."""
         return self.transpose(-1, -2)
@@ -192,13 +182,6 @@ class PackedTensor(InAutograd):
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: NumPy would make an array of one object."""
         raise TypeError("NumPy: a packed tensor is no array; use p.values.numpy() (N, *F), or p.pad().numpy()")
-
-    def dim(self) -> int:
-        """The number of dims, batch and ragged dim included.
-
-        Returns: an int.
-        """
-        return self.ndim
 
     @named("size")
     def size(self, dim: Any = None) -> Any:
@@ -251,8 +234,7 @@ class PackedTensor(InAutograd):
             raise WrongValue(f"max_len is {steps}, but a row has {self.max_len} entries; crop first: p[:, :{steps}]")
         if not isinstance(value, Number):
             raise WrongType(f"value must be a number, got {arguments.describe(value)}")
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return segments.pad(self.values, self._dim._offsets, steps, value)
 
     @named("unbind")
@@ -266,8 +248,7 @@ class PackedTensor(InAutograd):
         """
         if dim != 0 and (not isinstance(dim, int) or dim != -self.ndim):
             return dispatch(Tensor.unbind, (self, dim), {})
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return mark(tuple(self.values.split(self._dim._host_lens.tolist())))
 
     def split(self, sizes: int | Sequence[int], dim: Any = 0) -> tuple[Self, ...]:
@@ -296,8 +277,7 @@ class PackedTensor(InAutograd):
     @named("assignment to an index")
     def __setitem__(self, key: Any, value: Any) -> None:
         """p[key] = value: changes in place the entries that p[key] has."""
-        if not is_recording():
-            refuse_lost_gradient((self, key, value))
+        check_gradient(self, key, value)
         setitem(self, key, value)
 
     def __len__(self) -> int:
@@ -397,8 +377,7 @@ class PackedTensor(InAutograd):
 
         Returns: a nested tensor (B, j, *F).
         """
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return interop.to_nested(self)
 
     @classmethod
@@ -419,8 +398,7 @@ class PackedTensor(InAutograd):
 
         Returns: a `torch.nn.utils.rnn.PackedSequence`.
         """
-        if not is_recording():
-            refuse_lost_gradient((self,))
+        check_gradient(self)
         return interop.to_packed_sequence(self)
 
     @classmethod
@@ -443,7 +421,7 @@ class PackedTensor(InAutograd):
 
         Returns: `mask_mod(b, h, q, kv)`.
         """
-        return interop.document_mask(self, causal)
+        return document_mask(self._dim._row_ids, causal)
 
     # -- torch functions
 

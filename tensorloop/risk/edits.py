@@ -2,7 +2,7 @@
 
 import math
 from numbers import Real
-from typing import Any, Literal, overload
+from typing import Any, Literal, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -21,27 +21,22 @@ EDITS = ("match", "substitution", "insertion", "deletion")
 Costs = tuple[float, float, float | Tensor]
 
 
+class EditOptions(TypedDict, total=False):
+    """The keyword options of `edit_distance`, but for `align`, which says what it gives."""
+
+    insertion: float
+    deletion: float
+    substitution: float | Tensor
+    whole: bool
+
+
 @overload
 def edit_distance(
-    a: TokenRows,
-    b: TokenRows,
-    *,
-    insertion: float = 1,
-    deletion: float = 1,
-    substitution: float | Tensor = 1,
-    whole: bool = False,
-    align: Literal[False] = False,
+    a: TokenRows, b: TokenRows, *, align: Literal[False] = False, **options: Unpack[EditOptions]
 ) -> Tensor: ...
 @overload
 def edit_distance(
-    a: TokenRows,
-    b: TokenRows,
-    *,
-    insertion: float = 1,
-    deletion: float = 1,
-    substitution: float | Tensor = 1,
-    whole: bool = False,
-    align: Literal[True],
+    a: TokenRows, b: TokenRows, *, align: Literal[True], **options: Unpack[EditOptions]
 ) -> tuple[Tensor, PackedTensor]: ...
 @named(_NAME)
 @called_eagerly

@@ -90,8 +90,7 @@ class TensorArray(ArrayCore):
         device: torch.device | str | None = None,
         capacity: int | None = None,
     ) -> None:
-        if capacity is not None and (capacity := arguments.as_int(capacity, "capacity")) < 0:
-            raise WrongValue(f"capacity must be at least 0, got {capacity}")
+        capacity = None if capacity is None else arguments.at_least(0, capacity, "capacity")
         if dtype is not None and not isinstance(dtype, torch.dtype):
             raise WrongType(f"dtype must be a torch.dtype, got {arguments.describe(dtype)}")
         shape = None if element_shape is None else checks.read_sizes(element_shape)

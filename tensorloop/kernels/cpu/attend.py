@@ -17,7 +17,7 @@ from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import inlined, summing
 from tensorloop.kernels.cpu.exponential import exp
-from tensorloop.kernels.cpu.past import Ints, Laid, bend, keep
+from tensorloop.kernels.cpu.past import Ints, Laid, bend, floats, keep
 from tensorloop.kernels.cpu.pointers import LIKE, pointer, prefetch
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import addresses, lay_all
@@ -68,7 +68,7 @@ def _attend(
     at = room[0]
     top, total = np.empty(size * heads, np.float32), np.empty(size * heads, np.float32)
     for b in range(begin, end):
-        result, log = _floats(out + 4 * b * size * each), _floats(lse + 4 * b * size * heads)
+        result, log = floats(out + 4 * b * size * each), floats(lse + 4 * b * size * heads)
         result_size = size * each
         for i in range(result_size):
             result[i] = 0
@@ -78,7 +78,7 @@ def _attend(
             count = min(BLOCK, n_before - start)
             for j in range(count):
                 at[j] = ((start + j) * rows + b) * slot
-            _block(q, out, k_before, v_before, (b, 0, size), (start, count), (top, total), room, sizes, rules, noise)
+            _block((q, out, k_before, v_before), (b, 0, size), (start, count), (top, total), room, sizes, rules, noise)
         for start in range(max(low - n_before, 0), n_shared, BLOCK):
             count, place = min(BLOCK, n_shared - start), n_before + start
             for j in range(count):
@@ -86,14 +86,14 @@ def _attend(
                 at[j] = ((t * rows + b) * size + state[t * rows + b]) * slot
                 _expect(k + 4 * at[j], slot)
                 _expect(v + 4 * at[j], slot)
-            _block(q, out, k, v, (b, 0, size), (place, count), (top, total), room, sizes, rules, noise)
+            _block((q, out, k, v), (b, 0, size), (place, count), (top, total), room, sizes, rules, noise)
         for start in range(max(low - n_before - n_shared, 0), n_own, BLOCK):
             count, place = min(BLOCK, n_own - start), n_before + n_shared + start
             for i in range(size):
                 for j in range(count):
                     t = start + j
                     at[j] = (((n_shared + t) * rows + b) * size + states[(t * rows + b) * size + i]) * slot
-                _block(q, out, k, v, (b, i, i + 1), (place, count), (top, total), room, sizes, rules, noise)
+                _block((q, out, k, v), (b, i, i + 1), (place, count), (top, total), room, sizes, rules, noise)
         for o in range(size * heads):
             if total[o] == 0:  # it sees nothing
                 top[o], total[o] = 0, 1
@@ -103,25 +103,13 @@ def _attend(
 
 
 @summing
-def _block(
-    q: int,
-    out: int,
-    k: int,
-    v: int,
-    whose: Ints,
-    slots: Ints,
-    sums: Any,
-    room: Any,
-    sizes: Ints,
-    rules: Any,
-    noise: Any,
-) -> None:
+def _block(tensors: Ints, whose: Ints, slots: Ints, sums: Any, room: Any, sizes: Ints, rules: Any, noise: Any) -> None:
     """Adds what hypotheses see at some places to their outputs, before division by the totals.
 
     `whose`: row b, its hypotheses from one to another. `slots`: the number of the first, and how many. `sums`: top and
     total, of all in row b. `room`: where the slots are, and room for scores.
     """
-    _, size, heads, heads_kv, width, length = sizes
+    (q, out, k, v), (_, size, heads, heads_kv, width, length) = tensors, sizes
     (b, low, high), (place, count), (at, scores), (top, total) = whose, slots, room, sums
     scale, cap, _, bias, each = rules
     full = (count + FEW - 1) // FEW * FEW
@@ -132,10 +120,10 @@ def _block(
         for i in range(low, high):
             o = i * heads + h
             query = 4 * (b * size * heads + o) * width
-            _scores(_floats(q + query), k + 4 * first, at, full, width, scale, scores)
+            _scores(floats(q + query), k + 4 * first, at, full, width, scale, scores)
             bend(scores, scores, 0, count, cap, False)
             if bias:
-                more = _floats(bias + 4 * (each * b + (h * size + i) * length + place))
+                more = floats(bias + 4 * (each * b + (h * size + i) * length + place))
                 for j in range(count):
                     scores[j] += more[j]
             best = top[o]
@@ -151,7 +139,7 @@ def _block(
             for j in range(count, full):
                 scores[j] = 0
             top[o], total[o] = best, total[o] * kept + added
-            _add(_floats(out + query), kept, v + 4 * first, at, full, width, scores)
+            _add(floats(out + query), kept, v + 4 * first, at, full, width, scores)
 
 
 @inlined
@@ -159,10 +147,10 @@ def _scores(query: Any, k: Any, at: Any, count: Any, width: Any, scale: Any, sco
     """scores[j] = scale * query . key at at[j]"""
     for j in range(0, count, FEW):
         k0, k1, k2, k3 = (
-            _floats(k + 4 * at[j]),
-            _floats(k + 4 * at[j + 1]),
-            _floats(k + 4 * at[j + 2]),
-            _floats(k + 4 * at[j + 3]),
+            floats(k + 4 * at[j]),
+            floats(k + 4 * at[j + 1]),
+            floats(k + 4 * at[j + 2]),
+            floats(k + 4 * at[j + 3]),
         )
         s0 = s1 = s2 = s3 = np.float32(0)
         for d in range(width):
@@ -180,19 +168,14 @@ def _add(out: Any, kept: Any, v: Any, at: Any, count: Any, width: Any, weights: 
         out[d] *= kept
     for j in range(0, count, FEW):
         v0, v1, v2, v3 = (
-            _floats(v + 4 * at[j]),
-            _floats(v + 4 * at[j + 1]),
-            _floats(v + 4 * at[j + 2]),
-            _floats(v + 4 * at[j + 3]),
+            floats(v + 4 * at[j]),
+            floats(v + 4 * at[j + 1]),
+            floats(v + 4 * at[j + 2]),
+            floats(v + 4 * at[j + 3]),
         )
         w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
         for d in range(width):
             out[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
-
-
-@inlined
-def _floats(address: Any) -> Any:
-    return pointer(address, np.float32(0))
 
 
 @inlined

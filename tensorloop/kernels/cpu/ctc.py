@@ -12,7 +12,7 @@ from torch import Tensor
 
 from tensorloop.kernels.cpu.compiling import compiled, inlined
 from tensorloop.kernels.cpu.exponential import exp
-from tensorloop.kernels.cpu.offsets import bounds_of
+from tensorloop.kernels.cpu.offsets import bounds_of, longest_of
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.memory import array
 
@@ -25,10 +25,8 @@ def ctc_loss(
 ) -> tuple[Tensor, Tensor]:
     """(B,), and what backward needs."""
     rows = _rows(values, offsets, tokens, token_offsets, blank, "ctc_loss")
-    cells = offsets.diff() * (2 * token_offsets.diff() + 1)
-    starts = torch.cat([cells.new_zeros(1), cells.cumsum(0)])
-    alpha, losses = values.new_empty(int(starts[-1])), values.new_empty(len(offsets) - 1)
-    share(_forwards, len(losses), CELL_COST * len(alpha), (*rows, array(starts), array(alpha), array(losses)))
+    alpha, losses = values.new_empty(int(rows[-1][-1])), values.new_empty(len(offsets) - 1)
+    share(_forwards, len(losses), CELL_COST * len(alpha), (*rows, array(alpha), array(losses)))
     return losses, alpha
 
 
@@ -44,10 +42,8 @@ def ctc_loss_grad(
 ) -> Tensor:
     """(N, V)"""
     rows = _rows(values, offsets, tokens, token_offsets, blank, "ctc_loss_grad")
-    cells = offsets.diff() * (2 * token_offsets.diff() + 1)
-    starts = torch.cat([cells.new_zeros(1), cells.cumsum(0)])
     out = values.contiguous().exp()  # written to where it stands, so in the order of rows
-    more = [array(x) for x in (starts, alpha, losses, grad.contiguous(), out)]
+    more = [array(x) for x in (alpha, losses, grad.contiguous(), out)]
     share(_backwards, len(losses), 2 * CELL_COST * len(alpha) + 8 * out.numel(), (*rows, *more))
     return out
 
@@ -58,7 +54,9 @@ def _rows(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor
         raise ValueError(f"{name}: {len(bounds[0]) - 1} rows of frames, {len(bounds[1]) - 1} of targets")
     if len(tokens) and not 0 <= int(tokens.min()) <= int(tokens.max()) < values.shape[1]:
         raise ValueError(f"{name}: targets must be at least 0 and below {values.shape[1]}")
-    return array(values), bounds[0], array(tokens), bounds[1], blank
+    cells = offsets.diff() * (2 * token_offsets.diff() + 1)
+    starts = torch.cat([cells.new_zeros(1), cells.cumsum(0)])
+    return array(values), bounds[0], array(tokens), bounds[1], blank, array(starts)
 
 
 @inlined
@@ -96,20 +94,12 @@ def _read_labels(tokens: Any, first: Any, last: Any, blank: Any, labels: Any, sk
     return count
 
 
-@inlined
-def _longest(bounds: Any, begin: Any, end: Any) -> Any:
-    longest = 0
-    for b in range(begin, end):
-        longest = max(longest, bounds[b + 1] - bounds[b])
-    return 2 * longest + 1
-
-
 @compiled
 def _forwards(
     begin: int, end: int, values: Any, bounds: Any, tokens: Any, token_bounds: Any, blank: int, starts: Any, alpha: Any,
     losses: Any,
 ) -> None:  # fmt: skip
-    most = _longest(token_bounds, begin, end)
+    most = 2 * longest_of(begin, end, token_bounds, 1) + 1
     labels, skips = np.empty(most, np.int64), np.empty(most, np.float32)
     before, own = np.empty(most + 2, np.float32), np.empty(most, np.float32)
     for b in range(begin, end):
@@ -145,7 +135,7 @@ def _backwards(
     begin: int, end: int, values: Any, bounds: Any, tokens: Any, token_bounds: Any, blank: int, starts: Any, alpha: Any,
     losses: Any, grad: Any, out: Any,
 ) -> None:  # fmt: skip
-    most = _longest(token_bounds, begin, end)
+    most = 2 * longest_of(begin, end, token_bounds, 1) + 1
     labels, skips = np.empty(most, np.int64), np.empty(most + 2, np.float32)
     behind, beta = np.empty(most + 2, np.float32), np.empty(most, np.float32)
     for b in range(begin, end):

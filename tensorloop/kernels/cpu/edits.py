@@ -10,8 +10,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from tensorloop.kernels.cpu.compiling import compiled, inlined
-from tensorloop.kernels.cpu.offsets import bounds_of
+from tensorloop.kernels.cpu.compiling import compiled
+from tensorloop.kernels.cpu.offsets import bounds_of, longest_of
 from tensorloop.kernels.cpu.threads import share
 from tensorloop.kernels.eager.edits import DELETION, INSERTION, MATCH, SUBSTITUTION
 from tensorloop.kernels.memory import array
@@ -40,7 +40,7 @@ def edit_cost(
     """(R,) float64: the least cost of edits. Tokens must be rows of the table, where there is one."""
     rows = _rows(a, a_offsets, b, b_offsets, "edit_cost")
     out = a.new_empty(len(a_offsets) - 1, dtype=torch.float64)
-    _over_pairs(_weigh, CELL_COST, rows, insertion, deletion, *_substitutions(substitution), array(out))
+    _over_pairs(_weigh, CELL_COST, rows, insertion, deletion, _substitutions(substitution), array(out))
     return out
 
 
@@ -62,7 +62,7 @@ def edit_paths(
     longest = a_offsets.diff() + b_offsets.diff()[torch.arange(count, device=a.device) // each]
     stops = longest.cumsum(0)
     steps = a.new_full((int(longest.sum()), 3), -1)
-    _over_pairs(_trace, PATH_COST, rows, insertion, deletion, *_substitutions(substitution), array(stops), array(steps))
+    _over_pairs(_trace, PATH_COST, rows, insertion, deletion, _substitutions(substitution), array(stops), array(steps))
     kept = steps[:, 0] >= 0
     ends = torch.cat([stops.new_zeros(1), kept.cumsum(0)])  # steps kept before each place
     return steps[kept], ends[stops] - ends[stops - longest]
@@ -74,10 +74,7 @@ def _rows(a: Tensor, a_offsets: Tensor, b: Tensor, b_offsets: Tensor, name: str)
     rows, others = len(a_bounds) - 1, len(b_bounds) - 1
     if rows % others if others else rows:
         raise ValueError(f"{name}: {rows} rows of a cannot be shared among {others} rows of b")
-    return (
-        *(array(a), a_bounds, array(b), b_bounds),
-        rows // others if rows else 1,
-    )
+    return (*(array(a), a_bounds, array(b), b_bounds), rows // others if rows else 1)
 
 
 def _substitutions(substitution: float | Tensor) -> tuple[float, Any]:
@@ -89,7 +86,7 @@ def _substitutions(substitution: float | Tensor) -> tuple[float, Any]:
 
 def _over_pairs(kernel: Callable[..., Any], cost: int, rows: tuple[Any, ...], *args: Any) -> None:
     _, a_bounds, _, b_bounds, each = rows
-    share(kernel, len(a_bounds) - 1, cost * _cells(a_bounds, b_bounds, each), (*rows, *args))
+    share(kernel, len(a_bounds) - 1, cost * _cells(a_bounds, b_bounds, each), (rows, *args))
 
 
 @compiled
@@ -101,23 +98,15 @@ def _cells(a_bounds: Any, b_bounds: Any, each: int) -> int:
     return total
 
 
-@inlined
-def _longest(begin: Any, end: Any, bounds: Any, each: Any) -> Any:
-    """The longest of the rows begin // each to (end - 1) // each."""
-    longest = 0
-    for r in range(begin // each, (end - 1) // each + 1):
-        longest = max(longest, bounds[r + 1] - bounds[r])
-    return longest
-
-
 @compiled
-def _count(begin: int, end: int, a: Any, a_bounds: Any, b: Any, b_bounds: Any, each: int, out: Any) -> None:
+def _count(begin: int, end: int, rows: Any, out: Any) -> None:
     """Myers 1999, by words of 64 as Hyyro 2003: a column of the table is the bits of its steps up and down.
 
     Which tokens of a word equal one of the other row is found by comparing them, 64 at a time, which compiles to vector
     instructions: tokens are any int64, and a table of their bits would cost more to make than it saves.
     """
-    longest = min(_longest(begin, end, a_bounds, 1), _longest(begin, end, b_bounds, each))
+    a, a_bounds, b, b_bounds, each = rows
+    longest = min(longest_of(begin, end, a_bounds, 1), longest_of(begin, end, b_bounds, each))
     ups, downs = np.empty(longest // 64 + 1, np.uint64), np.empty(longest // 64 + 1, np.uint64)
     one = np.uint64(1)
     for r in range(begin, end):
@@ -156,24 +145,12 @@ def _count(begin: int, end: int, a: Any, a_bounds: Any, b: Any, b_bounds: Any, e
 
 
 @compiled
-def _weigh(
-    begin: int,
-    end: int,
-    a: Any,
-    a_bounds: Any,
-    b: Any,
-    b_bounds: Any,
-    each: int,
-    insertion: float,
-    deletion: float,
-    substitution: float,
-    table: Any,
-    out: Any,
-) -> None:
+def _weigh(begin: int, end: int, rows: Any, insertion: float, deletion: float, substitutions: Any, out: Any) -> None:
     """Wagner & Fischer 1974, with one row of the table, along the shorter row of tokens."""
+    (a, a_bounds, b, b_bounds, each), (substitution, table) = rows, substitutions
     size = len(table)
     flat = table.ravel()
-    row = np.empty(min(_longest(begin, end, a_bounds, 1), _longest(begin, end, b_bounds, each)) + 1)
+    row = np.empty(min(longest_of(begin, end, a_bounds, 1), longest_of(begin, end, b_bounds, each)) + 1)
     for r in range(begin, end):
         outer, inner = a[a_bounds[r] : a_bounds[r + 1]], b[b_bounds[r // each] : b_bounds[r // each + 1]]
         down, along, step_down, step_along = insertion, deletion, size, 1
@@ -198,21 +175,10 @@ def _weigh(
 
 @compiled
 def _trace(
-    begin: int,
-    end: int,
-    a: Any,
-    a_bounds: Any,
-    b: Any,
-    b_bounds: Any,
-    each: int,
-    insertion: float,
-    deletion: float,
-    substitution: float,
-    table: Any,
-    stops: Any,
-    steps: Any,
+    begin: int, end: int, rows: Any, insertion: float, deletion: float, substitutions: Any, stops: Any, steps: Any
 ) -> None:
     """The steps of pair r end before steps[stops[r]]; there is room for all its tokens, and -1 where none is."""
+    (a, a_bounds, b, b_bounds, each), (substitution, table) = rows, substitutions
     size = len(table)
     for r in range(begin, end):
         xs, ys = a[a_bounds[r] : a_bounds[r + 1]], b[b_bounds[r // each] : b_bounds[r // each + 1]]

@@ -24,7 +24,7 @@ def count_blocks(
     """(ceil(rows of blocks / every),) int64: how many of the `blocks` blocks of keys each row of blocks meets."""
     rows = -(-len(order) // size)
     found = torch.zeros(-(-rows // every), dtype=torch.int64, device="cpu")
-    args = (array(indptr), array(indices), array(order), array(block_of), blocks, size, every, array(found))
+    args = (tuple(map(array, (indptr, indices, order, block_of))), blocks, size, every, array(found))
     share(_count_blocks, len(found), EDGE * len(indices) // every, args)
     return found
 
@@ -37,8 +37,8 @@ def list_blocks(
     offsets = torch.cat([found.new_zeros(1), found.cumsum(0)])
     columns = torch.empty(int(offsets[-1]), dtype=torch.int32, device="cpu")
     counts = torch.empty(int(offsets[-1]), dtype=torch.int64, device="cpu")
-    args = (*map(array, (indptr, indices, order, block_of)), blocks, size, *map(array, (offsets, columns, counts)))
-    share(_list_blocks, len(found), EDGE * len(indices), args)
+    given, listed = (tuple(map(array, x)) for x in ((indptr, indices, order, block_of), (offsets, columns, counts)))
+    share(_list_blocks, len(found), EDGE * len(indices), (given, blocks, size, listed))
     return offsets, columns, counts
 
 
@@ -64,13 +64,13 @@ def find_within(x: Tensor, y: Tensor, reach: Tensor, euclidean: bool) -> tuple[T
     counts = torch.zeros(len(x), dtype=torch.int64, device="cpu")
     turn = torch.argsort(of_x, stable=True)  # queries of a cell after each other: their neighbours are in the cache
     scaled, shifted = (x / reach).double(), (y[inside] / reach).double()
-    given = (*map(array, (scaled, shifted, inside, starts, of_x, turn, around)), euclidean)
+    given = (tuple(map(array, (scaled, shifted, inside, starts, of_x, turn, around))), euclidean)
     work = EDGE * len(x) * max(1, len(y) // max(number, 1)) * len(around)
     nothing = torch.empty(0, dtype=torch.int32, device="cpu")
-    share(_find_within, len(x), work, (*given, array(counts), array(counts), array(nothing), False))
+    share(_find_within, len(x), work, (*given, tuple(map(array, (counts, counts, nothing))), False))
     indptr = torch.cat([counts.new_zeros(1), counts.cumsum(0)])
     indices = torch.empty(int(indptr[-1]), dtype=torch.int32, device="cpu")
-    share(_find_within, len(x), work, (*given, array(counts), array(indptr), array(indices), True))
+    share(_find_within, len(x), work, (*given, tuple(map(array, (counts, indptr, indices))), True))
     return indptr, indices
 
 
@@ -116,18 +116,8 @@ def mark_pairs(indptr: Tensor, indices: Tensor, queries: Tensor, keys: Tensor, n
 
 
 @compiled
-def _count_blocks(
-    start: int,
-    stop: int,
-    indptr: Any,
-    indices: Any,
-    order: Any,
-    block_of: Any,
-    blocks: int,
-    size: int,
-    every: int,
-    found: Any,
-) -> None:
+def _count_blocks(start: int, stop: int, graph: Any, blocks: int, size: int, every: int, found: Any) -> None:
+    indptr, indices, order, block_of = graph
     seen = np.full(blocks, -1, np.int32)
     for r in range(start, stop):
         number = 0
@@ -142,19 +132,8 @@ def _count_blocks(
 
 
 @compiled
-def _list_blocks(
-    start: int,
-    stop: int,
-    indptr: Any,
-    indices: Any,
-    order: Any,
-    block_of: Any,
-    blocks: int,
-    size: int,
-    offsets: Any,
-    columns: Any,
-    counts: Any,
-) -> None:
+def _list_blocks(start: int, stop: int, graph: Any, blocks: int, size: int, listed: Any) -> None:
+    (indptr, indices, order, block_of), (offsets, columns, counts) = graph, listed
     pairs = np.zeros(blocks, np.int64)
     for r in range(start, stop):
         at = offsets[r]
@@ -173,23 +152,9 @@ def _list_blocks(
 
 
 @compiled
-def _find_within(
-    start: int,
-    stop: int,
-    x: Any,
-    y: Any,
-    inside: Any,
-    starts: Any,
-    cell: Any,
-    turn: Any,
-    around: Any,
-    euclidean: bool,
-    counts: Any,
-    indptr: Any,
-    indices: Any,
-    fill: bool,
-) -> None:
+def _find_within(start: int, stop: int, points: Any, euclidean: bool, found: Any, fill: bool) -> None:
     """First how many, then which; points are in units of the reach."""
+    (x, y, inside, starts, cell, turn, around), (counts, indptr, indices) = points, found
     d = x.shape[1]
     for r in range(start, stop):
         u = turn[r]

@@ -5,7 +5,7 @@ from typing import Any
 import numpy as np
 from torch import Tensor
 
-from tensorloop.kernels.cpu.compiling import compiled
+from tensorloop.kernels.cpu.compiling import compiled, inlined
 from tensorloop.kernels.memory import array
 
 
@@ -25,3 +25,12 @@ def _are_bounds(bounds: Any, n: int, longest: int) -> bool:
         length = bounds[b + 1] - bounds[b]
         good &= 0 <= length <= longest
     return good
+
+
+@inlined
+def longest_of(begin: Any, end: Any, bounds: Any, each: Any) -> Any:
+    """The longest of the rows begin // each to (end - 1) // each."""
+    longest = 0
+    for r in range(begin // each, (end - 1) // each + 1):
+        longest = max(longest, bounds[r + 1] - bounds[r])
+    return longest

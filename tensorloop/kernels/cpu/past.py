@@ -99,12 +99,12 @@ def _attend(begin: int, end: int, tensors: Ints, sizes: Ints, sight: tuple[tuple
         b, i = task // new, task % new
         k_b, v_b = k + 4 * b * slot, v + 4 * b * slot
         low, high = _slots_seen(range_of, b, length, length - new + i)
-        q_i, out_i, log = q + 4 * task * heads * width, out + 4 * task * heads * width, _floats(lse + 4 * task * heads)
+        q_i, out_i, log = q + 4 * task * heads * width, out + 4 * task * heads * width, floats(lse + 4 * task * heads)
         for start in range(low, high, BLOCK):  # all heads of a slot stand together
             stop = min(start + BLOCK, high)
             for h in range(heads):
                 at = 4 * (h // group) * width
-                _score(_floats(q_i + 4 * h * width), k_b + at, step, start, stop, width, scale, _row(table, h))
+                _score(floats(q_i + 4 * h * width), k_b + at, step, start, stop, width, scale, _row(table, h))
         for h in range(heads):
             scores = _row(table, h)
             bend(scores, scores, low, high, cap, False)
@@ -127,14 +127,14 @@ def _attend(begin: int, end: int, tensors: Ints, sizes: Ints, sight: tuple[tuple
                 scores[j] /= total
             if noise[0]:
                 keep(scores, low, high, task, h, 0, noise)
-            result = _floats(out_i + 4 * h * width)
+            result = floats(out_i + 4 * h * width)
             for d in range(width):
                 result[d] = 0
         for start in range(low, high, BLOCK):
             stop = min(start + BLOCK, high)
             for h in range(heads):
                 at = v_b + 4 * (h // group) * width
-                _mix(_floats(out_i + 4 * h * width), at, step, start, stop, width, _row(table, h))
+                _mix(floats(out_i + 4 * h * width), at, step, start, stop, width, _row(table, h))
 
 
 @summing
@@ -152,18 +152,18 @@ def _reverse(
         b, i = task // new, task % new
         low, high = _slots_seen(range_of, b, length, length - new + i)
         row, at_b = 4 * task * heads * width, 4 * b * slot
-        log = _floats(lse + 4 * task * heads)
+        log = floats(lse + 4 * task * heads)
         for start in range(low, high, BLOCK):
             stop = min(start + BLOCK, high)
             for h in range(heads):
                 at = at_b + 4 * (h // group) * width
-                query, coming = _floats(q + row + 4 * h * width), _floats(grad + row + 4 * h * width)
+                query, coming = floats(q + row + 4 * h * width), floats(grad + row + 4 * h * width)
                 _score(query, k + at, step, start, stop, width, scale, _row(weights, h))
                 _score(coming, v + at, step, start, stop, width, np.float32(1), _row(slopes, h))
         for h in range(heads):
             weight, slope, turn = _row(weights, h), _row(slopes, h), _row(bends, h)
-            coming, mixed = _floats(grad + row + 4 * h * width), _floats(out + row + 4 * h * width)
-            found, delta = _floats(of_q + row + 4 * h * width), np.float32(0)
+            coming, mixed = floats(grad + row + 4 * h * width), floats(out + row + 4 * h * width)
+            found, delta = floats(of_q + row + 4 * h * width), np.float32(0)
             for d in range(width):
                 found[d] = 0
                 delta += coming[d] * mixed[d]
@@ -178,7 +178,7 @@ def _reverse(
             if noise[0]:
                 keep(weight, low, high, task, h, 0, noise)
             if of_bias:
-                into = _floats(of_bias + 4 * ((b * heads + h) * new + i) * length)
+                into = floats(of_bias + 4 * ((b * heads + h) * new + i) * length)
                 for j in range(low, high):
                     into[j] = slope[j]
             for j in range(low, high):
@@ -190,11 +190,11 @@ def _reverse(
             stop = min(start + BLOCK, high)
             for h in range(heads):
                 at = at_b + 4 * (h // group) * width
-                query, coming = _floats(q + row + 4 * h * width), _floats(grad + row + 4 * h * width)
+                query, coming = floats(q + row + 4 * h * width), floats(grad + row + 4 * h * width)
                 weight, slope = _row(weights, h), _row(slopes, h)
-                _mix(_floats(of_q + row + 4 * h * width), k + at, step, start, stop, width, slope)
+                _mix(floats(of_q + row + 4 * h * width), k + at, step, start, stop, width, slope)
                 for j in range(start, stop):
-                    key_grad, value_grad = _floats(of_k + at + 4 * j * step), _floats(of_v + at + 4 * j * step)
+                    key_grad, value_grad = floats(of_k + at + 4 * j * step), floats(of_v + at + 4 * j * step)
                     s, w = slope[j], weight[j]
                     for d in range(width):
                         key_grad[d] += s * query[d]
@@ -226,7 +226,7 @@ def bend(scores: Any, slopes: Any, low: Any, high: Any, cap: Any, sloped: Any) -
 def _shift(scores: Any, low: Any, high: Any, bias: Any, at: Any, seen: Any, place: Any) -> None:
     """Adds the bias, and hides what is not seen."""
     if bias:
-        added = _floats(bias + 4 * at)
+        added = floats(bias + 4 * at)
         for j in range(low, high):
             scores[j] += added[j]
     if seen:
@@ -240,8 +240,8 @@ def _score(query: Any, k: Any, step: Any, low: Any, high: Any, width: Any, scale
     """scores[j] = scale * query . slot j, of low <= j < high"""
     full = low + (high - low) // FEW * FEW
     for j in range(low, full, FEW):
-        k0, k1 = _floats(k + 4 * j * step), _floats(k + 4 * (j + 1) * step)
-        k2, k3 = _floats(k + 4 * (j + 2) * step), _floats(k + 4 * (j + 3) * step)
+        k0, k1 = floats(k + 4 * j * step), floats(k + 4 * (j + 1) * step)
+        k2, k3 = floats(k + 4 * (j + 2) * step), floats(k + 4 * (j + 3) * step)
         s0 = s1 = s2 = s3 = np.float32(0)
         for d in range(width):
             s0 += query[d] * k0[d]
@@ -250,7 +250,7 @@ def _score(query: Any, k: Any, step: Any, low: Any, high: Any, width: Any, scale
             s3 += query[d] * k3[d]
         scores[j], scores[j + 1], scores[j + 2], scores[j + 3] = s0 * scale, s1 * scale, s2 * scale, s3 * scale
     for j in range(full, high):
-        k0 = _floats(k + 4 * j * step)
+        k0 = floats(k + 4 * j * step)
         s0 = np.float32(0)
         for d in range(width):
             s0 += query[d] * k0[d]
@@ -262,13 +262,13 @@ def _mix(out: Any, v: Any, step: Any, low: Any, high: Any, width: Any, weights: 
     """out += the sum of weights[j] * slot j"""
     full = low + (high - low) // FEW * FEW
     for j in range(low, full, FEW):
-        v0, v1 = _floats(v + 4 * j * step), _floats(v + 4 * (j + 1) * step)
-        v2, v3 = _floats(v + 4 * (j + 2) * step), _floats(v + 4 * (j + 3) * step)
+        v0, v1 = floats(v + 4 * j * step), floats(v + 4 * (j + 1) * step)
+        v2, v3 = floats(v + 4 * (j + 2) * step), floats(v + 4 * (j + 3) * step)
         w0, w1, w2, w3 = weights[j], weights[j + 1], weights[j + 2], weights[j + 3]
         for d in range(width):
             out[d] += (w0 * v0[d] + w1 * v1[d]) + (w2 * v2[d] + w3 * v3[d])
     for j in range(full, high):
-        v0 = _floats(v + 4 * j * step)
+        v0 = floats(v + 4 * j * step)
         for d in range(width):
             out[d] += weights[j] * v0[d]
 
@@ -294,9 +294,10 @@ def _scramble(x: Any) -> Any:
 @inlined
 def _row(table: Any, i: Any) -> Any:
     """A row of an array, without the looks at the sign of every index that keep loops from being vectorized."""
-    return _floats(table.ctypes.data + 4 * i * table.shape[1])
+    return floats(table.ctypes.data + 4 * i * table.shape[1])
 
 
 @inlined
-def _floats(address: Any) -> Any:
+def floats(address: Any) -> Any:
+    """The float32s at an address."""
     return pointer(address, np.float32(0))

@@ -57,7 +57,7 @@ def run(rows: Sequence[Tensor], out: Sequence[Tensor], moves: Moves) -> None:
     if tables is None:
         tables = _tables[moves] = _as_arrays(moves)
     zero = SUMMED[like.dtype] if moves.sums else _MOVED
-    args = *_places(rows, size), *_places(out, size), *tables, size, zero
+    args = _places(rows, size), _places(out, size), tables, size, zero
     share(_move_rows, count, count * width * size, args, (*rows, *out))
 
 
@@ -79,19 +79,9 @@ def _as_arrays(moves: Moves) -> tuple[np.ndarray, np.ndarray]:
 
 
 @compiled
-def _move_rows(
-    begin: int,
-    end: int,
-    source: Any,
-    source_step: Any,
-    target: Any,
-    target_step: Any,
-    segments: Any,
-    terms: Any,
-    size: int,
-    zero: Any,
-) -> None:
+def _move_rows(begin: int, end: int, sources: Any, targets: Any, tables: Any, size: int, zero: Any) -> None:
     """Rows [begin, end). Starts and lengths in elements of `size` bytes; `zero` has the type of what is added."""
+    (source, source_step), (target, target_step), (segments, terms) = sources, targets, tables
     for b in range(begin, end):
         for s in range(segments.shape[0]):
             t, n, first, last = segments[s, 0], segments[s, 2], segments[s, 3], segments[s, 4]

@@ -95,16 +95,7 @@ def _pack(begin: int, end: int, padded: int, out: int, bounds: Any, step: int, r
 
 @compiled
 def _pad(
-    begin: int,
-    end: int,
-    values: int,
-    out: int,
-    bounds: Any,
-    steps: int,
-    row: int,
-    fill: int,
-    zero: bool,
-    fresh: bool,
+    begin: int, end: int, values: int, out: int, bounds: Any, steps: int, row: int, fill: int, zero: bool, fresh: bool
 ) -> None:
     while begin < end:
         b, t = begin // steps, begin % steps

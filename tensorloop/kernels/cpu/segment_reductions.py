@@ -5,7 +5,7 @@ in the first cache. Sums run in float64, a few rows at a time, in the order of t
 number of threads.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
@@ -23,10 +23,7 @@ FEW = 4  # rows
 
 def segment_sum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); 0 for an empty segment."""
-    bounds = bounds_of(offsets, len(values), "segment_sum")
-    out = values.new_empty(len(bounds) - 1, values.shape[1])
-    _over_segments(_sum, bounds, 1, values, out)
-    return out
+    return _reduce(_sum, 1, values, offsets, "segment_sum")
 
 
 def segment_max(values: Tensor, offsets: Tensor, fill: float) -> tuple[Tensor, Tensor]:
@@ -41,55 +38,53 @@ def segment_min(values: Tensor, offsets: Tensor, fill: float) -> tuple[Tensor, T
 
 def segment_logsumexp(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (B, F); -inf for an empty segment."""
-    bounds = bounds_of(offsets, len(values), "segment_logsumexp")
-    out = values.new_empty(len(bounds) - 1, values.shape[1])
-    _over_segments(_logsumexp, bounds, 2, values, out)
-    return out
+    return _reduce(_logsumexp, 2, values, offsets, "segment_logsumexp")
 
 
 def segment_softmax(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F), each segment and column adding up to 1; NaN where torch's softmax has NaN."""
-    bounds = bounds_of(offsets, len(values), "segment_softmax")
-    out = values.new_empty(values.shape)
-    _over_segments(_softmax, bounds, 3, values, out)
-    return out
+    return _map(_softmax, 3, (values,), offsets, "segment_softmax")
 
 
 def segment_softmax_grad(y: Tensor, dy: Tensor, offsets: Tensor) -> Tensor:
     """(N, F), (N, F) -> (N, F): the gradient of what y is the softmax of, y * (dy - sum(y * dy))."""
-    bounds = bounds_of(offsets, len(y), "segment_softmax_grad")
-    out = y.new_empty(y.shape)
-    _over_segments(_softmax_grad, bounds, 3, y, dy, out)
-    return out
+    return _map(_softmax_grad, 3, (y, dy), offsets, "segment_softmax_grad")
 
 
 def segment_logsumexp_grad(values: Tensor, out: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """(N, F), (B, F), (B, F) -> (N, F): grad * exp(values - out), 0 in segments that are -inf throughout."""
-    return _spread_grad(_logsumexp_grad, values, out, grad, offsets, "segment_logsumexp_grad")
+    return _map(_logsumexp_grad, 2, (values,), offsets, "segment_logsumexp_grad", (out, grad))
 
 
 def segment_extreme_grad(values: Tensor, best: Tensor, grad: Tensor, offsets: Tensor) -> Tensor:
     """(N, F), (B, F), (B, F) -> (N, F): grad in equal shares to the entries that equal `best`, 0 in the others."""
-    return _spread_grad(_extreme_grad, values, best, grad, offsets, "segment_extreme_grad")
+    return _map(_extreme_grad, 2, (values,), offsets, "segment_extreme_grad", (best, grad))
 
 
 def segment_cumsum(values: Tensor, offsets: Tensor) -> Tensor:
     """(N, F) -> (N, F): sums from the start of the segment. Nothing of one segment reaches another, NaN included."""
-    bounds = bounds_of(offsets, len(values), "segment_cumsum")
-    out = values.new_empty(values.shape)
-    _over_segments(_cumsum, bounds, 2, values, out)
+    return _map(_cumsum, 2, (values,), offsets, "segment_cumsum")
+
+
+def _reduce(kernel: Callable[..., Any], passes: int, values: Tensor, offsets: Tensor, name: str) -> Tensor:
+    """A row for each segment."""
+    bounds = bounds_of(offsets, len(values), name)
+    out = values.new_empty(len(bounds) - 1, values.shape[1])
+    _over_segments(kernel, bounds, passes, values, out)
     return out
 
 
-def _spread_grad(
-    kernel: Callable[..., Any], values: Tensor, reduced: Tensor, grad: Tensor, offsets: Tensor, name: str
+def _map(
+    kernel: Callable[..., Any], passes: int, given: Sequence[Tensor], offsets: Tensor, name: str, reduced: Any = ()
 ) -> Tensor:
-    bounds = bounds_of(offsets, len(values), name)
-    if not reduced.shape == grad.shape == (len(bounds) - 1, values.shape[1]):
-        wanted = len(bounds) - 1, values.shape[1]
-        raise ValueError(f"{name}: expected a row for each segment, {wanted}, got {reduced.shape} and {grad.shape}")
-    out = values.new_empty(values.shape)
-    _over_segments(kernel, bounds, 2, values, reduced, grad, out)
+    """A row for each of the first that is given; `reduced` have one for each segment."""
+    out = given[0].new_empty(given[0].shape)
+    bounds = bounds_of(offsets, len(out), name)
+    wanted = len(bounds) - 1, out.shape[1]
+    if any(x.shape != wanted for x in reduced):
+        got = " and ".join(str(x.shape) for x in reduced)
+        raise ValueError(f"{name}: expected a row for each segment, {wanted}, got {got}")
+    _over_segments(kernel, bounds, passes, *given, *reduced, out)
     return out
 
 

@@ -31,8 +31,8 @@ def try_slabs(
     `orders`: one (d, N) int32 for queries and keys alike, or one for each. Counts every `every`-th row of blocks alone.
     """
     found = torch.empty(len(slabs), dtype=torch.int64, device="cpu")
-    of_q, of_k = (array(orders[0]), array(orders[-1]))
-    args = (array(indptr), array(indices), of_q, of_k, len(orders) == 1, array(slabs), size, every, array(found))
+    graph = tuple(map(array, (indptr, indices, orders[0], orders[-1])))
+    args = (graph, len(orders) == 1, array(slabs), size, every, array(found))
     each = EDGE * len(indices) // every + 8 * sum(x.numel() for x in orders)
     share(_try_slabs, len(slabs), len(slabs) * each, args)
     return found
@@ -66,19 +66,8 @@ def _cut_slabs(orders: Any, slabs: Any, size: int, order: Any, group: Any) -> No
 
 
 @compiled
-def _try_slabs(
-    start: int,
-    stop: int,
-    indptr: Any,
-    indices: Any,
-    of_q: Any,
-    of_k: Any,
-    square: bool,
-    slabs: Any,
-    size: int,
-    every: int,
-    found: Any,
-) -> None:
+def _try_slabs(start: int, stop: int, graph: Any, square: bool, slabs: Any, size: int, every: int, found: Any) -> None:
+    indptr, indices, of_q, of_k = graph
     n, m = of_q.shape[1], of_k.shape[1]
     blocks, rows = -(-m // size), -(-n // size)
     order, group = np.empty(n, np.int32), np.empty(max(n, m), np.int32)

@@ -16,20 +16,18 @@ from tensorloop.loop.effects.instructions import kind_of_handler
 from tensorloop.loop.effects.operands import UNKNOWN, handlers, on_stack, words
 
 # By the names that aten has. All else raises by shapes and dtypes alone, which no step changes.
-_FAILS = frozenset(
-    words(
-        "_linalg_check_errors cholesky cholesky_inverse index index_put index_put_ index_select gather "
-        "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ "
-        "index_copy index_copy_ index_fill index_fill_ embedding embedding_bag _embedding_bag take put put_ "
-        "multinomial one_hot bincount nll_loss_forward nll_loss2d_forward nll_loss repeat_interleave "
-        "bernoulli normal poisson binomial _assert_async _assert_scalar _linalg_eigh _linalg_svd linalg_eig "
-        "linalg_lstsq linalg_qr geqrf take_along_dim masked_scatter masked_scatter_ cdist histc quantile "
-        "searchsorted linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex linalg_ldl_factor_ex"
-    )
+_FAILS = words(
+    "_linalg_check_errors cholesky cholesky_inverse index index_put index_put_ index_select gather "
+    "scatter scatter_ scatter_add scatter_add_ scatter_reduce scatter_reduce_ index_add index_add_ "
+    "index_copy index_copy_ index_fill index_fill_ embedding embedding_bag _embedding_bag take put put_ "
+    "multinomial one_hot bincount nll_loss_forward nll_loss2d_forward nll_loss repeat_interleave "
+    "bernoulli normal poisson binomial _assert_async _assert_scalar _linalg_eigh _linalg_svd linalg_eig "
+    "linalg_lstsq linalg_qr geqrf take_along_dim masked_scatter masked_scatter_ cdist histc quantile "
+    "searchsorted linalg_inv_ex linalg_cholesky_ex linalg_lu_factor_ex linalg_ldl_factor_ex"
 )
 # The modules that call a body, or a condition, of a loop that is looked at.
 _CALL_BODIES = tuple(f"tensorloop.loop.compiled.{name}" for name in ("look.frame", "front", "in_graphs"))
-_DIVIDES = frozenset(words("floor_divide floor_divide_ remainder remainder_ fmod fmod_ div div_"))
+_DIVIDES = words("floor_divide floor_divide_ remainder remainder_ fmod fmod_ div div_")
 
 
 def may_fail(func: Any, args: Any) -> bool:

@@ -6,9 +6,10 @@ from types import CodeType
 from typing import Any, NamedTuple
 
 from tensorloop.loop.effects.known import is_compiled
-from tensorloop.loop.effects.operands import ENDS, by_code, handlers, reached, steps_of, words
+from tensorloop.loop.effects.operands import ENDS, by_code, handlers, reached, steps_of
 
-_IN_PLACE = words("add and floordiv lshift matmul mul mod or pow rshift sub truediv xor")
+# In the order of the arguments of BINARY_OP.
+_IN_PLACE = ("add", "and", "floordiv", "lshift", "matmul", "mul", "mod", "or", "pow", "rshift", "sub", "truediv", "xor")
 _IN_PLACE_FROM, _SUBSCRIPT = 13, 26  # arguments of BINARY_OP
 _SKIPPED = frozenset({"CACHE", "EXTENDED_ARG", "PRECALL", "KW_NAMES"})
 _CALLS = frozenset({"CALL", "CALL_KW", "CALL_FUNCTION_EX"})

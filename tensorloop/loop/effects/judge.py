@@ -25,11 +25,8 @@ from tensorloop.loop.effects.stores import Stores
 
 _BUILT_IN = (types.BuiltinFunctionType, types.MethodWrapperType)
 _DESCRIPTORS = (types.MethodDescriptorType, types.WrapperDescriptorType, types.ClassMethodDescriptorType)
-_HARMLESS = frozenset(
-    words(
-        "itemgetter attrgetter weakref ReferenceType _tuplegetter GenericAlias _GenericAlias TypeVar "
-        "_SpecialGenericAlias"
-    )
+_HARMLESS = words(
+    "itemgetter attrgetter weakref ReferenceType _tuplegetter GenericAlias _GenericAlias TypeVar _SpecialGenericAlias"
 )
 _ATTRIBUTES = types.GetSetDescriptorType, types.MemberDescriptorType
 _GENERATORS = 0x2A0  # flags of codes whose frames go on later: generators, coroutines, both

@@ -23,14 +23,12 @@ from torch import Tensor
 from tensorloop.loop.effects.operands import words
 
 # Whose Python code is left to those who look at torch's operations, or is known to change nothing that lasts.
-LIBRARIES = frozenset(words("torch tensorloop numpy optree sympy numba llvmlite _pytest pytest hypothesis"))
+LIBRARIES = words("torch tensorloop numpy optree sympy numba llvmlite _pytest pytest hypothesis")
 _NOT_TRUSTED = ("torch.optim", "torch.random", "torch.utils.data", "torch.utils.tensorboard")
-_STANDARD = frozenset(
-    words(
-        "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib "
-        "importlib._bootstrap importlib._bootstrap_external linecache tokenize operator copyreg "
-        "collections.abc traceback re._compiler re._parser reprlib"
-    )
+_STANDARD = words(
+    "re typing enum abc _py_abc inspect warnings dataclasses functools types numbers importlib "
+    "importlib._bootstrap importlib._bootstrap_external linecache tokenize operator copyreg "
+    "collections.abc traceback re._compiler re._parser reprlib"
 )
 # What only writes or waits, so that loops with checkpoints may do it: no step reads what they note.
 _WRITERS = frozenset({"logging", "tqdm", "warnings", "threading", "concurrent"})
@@ -58,15 +56,13 @@ _READS = {
     "__class__ __init__ __new__ __enter__ __exit__",
 }
 READS = {kind: frozenset(names.split()) for kind, names in _READS.items()}
-WRITES = frozenset(words("append extend add write writelines put put_nowait appendleft update insert flush"))
+WRITES = words("append extend add write writelines put put_nowait appendleft update insert flush")
 
 _BUILT_IN = types.BuiltinFunctionType, types.MethodDescriptorType, types.WrapperDescriptorType, types.MethodWrapperType
 OUTSIDE = frozenset({"print", "input", "open", "exec", "breakpoint"})
-_PURE_MODULES = frozenset(
-    words(
-        "builtins math cmath _operator _functools itertools _warnings _abc _struct _collections _stat _sre "
-        "_typing _string _json _weakref _codecs"
-    )
+_PURE_MODULES = words(
+    "builtins math cmath _operator _functools itertools _warnings _abc _struct _collections _stat _sre "
+    "_typing _string _json _weakref _codecs"
 )
 _PURE_OF = {
     "posix": "fspath getpid getcwd stat lstat get_terminal_size cpu_count",
@@ -79,46 +75,36 @@ _PURE_OF = {
 _NOT_PURE = frozenset({"pack_into", "register", "register_error"})
 _PURE_OF = {module: frozenset(names.split()) for module, names in _PURE_OF.items()}
 # Functions that change their first argument.
-CHANGES_FIRST = frozenset(
-    words(
-        "setitem delitem iadd isub imul iconcat ior iand ixor itruediv ifloordiv imod ipow ilshift irshift "
-        "imatmul heappush heappop heapify heapreplace heappushpop _heapreplace_max _heappop_max _heapify_max "
-        "insort insort_left insort_right _count_elements copyto put place putmask fill_diagonal "
-        "put_along_axis"
-    )
+CHANGES_FIRST = words(
+    "setitem delitem iadd isub imul iconcat ior iand ixor itruediv ifloordiv imod ipow ilshift irshift "
+    "imatmul heappush heappop heapify heapreplace heappushpop _heapreplace_max _heappop_max _heapify_max "
+    "insort insort_left insort_right _count_elements copyto put place putmask fill_diagonal "
+    "put_along_axis"
 )
 TAKING = frozenset({"heappop", "heapreplace", "heappushpop"})  # those that return what was in it
-CHANGING_ARRAYS = frozenset(
-    words(
-        "fill sort put resize itemset partition setfield byteswap setflags __setitem__ __iadd__ __isub__ "
-        "__imul__ __itruediv__ __setstate__"
-    )
+CHANGING_ARRAYS = words(
+    "fill sort put resize itemset partition setfield byteswap setflags __setitem__ __iadd__ __isub__ "
+    "__imul__ __itruediv__ __setstate__"
 )
 # Functions in C that call what they are given.
-CALLING = frozenset(
-    words(
-        "map filter reduce sorted min max accumulate starmap groupby takewhile dropwhile filterfalse iter "
-        "defaultdict sort Thread Timer"
-    )
+CALLING = words(
+    "map filter reduce sorted min max accumulate starmap groupby takewhile dropwhile filterfalse iter "
+    "defaultdict sort Thread Timer"
 )
 # Calls whose result is new, though the collector does not see it.
-MAKERS = frozenset(words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype"))
+MAKERS = words("dict bytearray array copy fromkeys zeros ones empty full arange linspace astype")
 
 PLACES = frozenset({"data_ptr", "untyped_storage", "is_set_to", "_is_alias_of"})  # what says where a tensor lies
-SEEDS = frozenset(words("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset"))
-TORCHS_STATE = frozenset(  # what is torch's own; grad modes are looked at elsewhere
-    words(
-        "seed seed_all set_default_dtype set_default_device set_default_tensor_type set_deterministic "
-        "use_deterministic_algorithms set_float32_matmul_precision set_printoptions set_anomaly_enabled"
-    )
+SEEDS = words("manual_seed manual_seed_all set_state set_rng_state graphsafe_set_state set_offset")
+TORCHS_STATE = words(  # what is torch's own; grad modes are looked at elsewhere
+    "seed seed_all set_default_dtype set_default_device set_default_tensor_type set_deterministic "
+    "use_deterministic_algorithms set_float32_matmul_precision set_printoptions set_anomaly_enabled"
 )
-OF_MODULES = frozenset(
-    words(
-        "train eval to cpu cuda half float double bfloat16 type apply zero_grad requires_grad_ "
-        "load_state_dict add_module register_module register_buffer register_parameter register_forward_hook "
-        "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook share_memory "
-        "to_empty append extend insert pop update clear compile set_extra_state set_submodule"
-    )
+OF_MODULES = words(
+    "train eval to cpu cuda half float double bfloat16 type apply zero_grad requires_grad_ "
+    "load_state_dict add_module register_module register_buffer register_parameter register_forward_hook "
+    "register_forward_pre_hook register_full_backward_hook register_full_backward_pre_hook share_memory "
+    "to_empty append extend insert pop update clear compile set_extra_state set_submodule"
 )
 
 
@@ -129,18 +115,14 @@ QUERIES = {
 }
 # Functions whose results have as many elements as numbers in tensors say; and those where a size, or where to cut, may
 # be a tensor: an integer of no dims among their arguments, or any behind the first.
-_SIZED_BY_NUMBERS = frozenset(
-    words(
-        "nonzero argwhere unique unique_consecutive unique_dim _unique_impl _unique_consecutive_impl _unique2 "
-        "_return_counts _return_output masked_select bincount one_hot boolean_dispatch"
-    )
+_SIZED_BY_NUMBERS = words(
+    "nonzero argwhere unique unique_consecutive unique_dim _unique_impl _unique_consecutive_impl _unique2 "
+    "_return_counts _return_output masked_select bincount one_hot boolean_dispatch"
 )
-_TAKE_SIZES = frozenset(
-    words(
-        "zeros ones empty full rand randn randint randperm eye arange linspace logspace tril_indices triu_indices "
-        "new_zeros new_ones new_empty new_full view reshape expand broadcast_to repeat tile unflatten resize_ narrow "
-        "split chunk unfold topk pad"
-    )
+_TAKE_SIZES = words(
+    "zeros ones empty full rand randn randint randperm eye arange linspace logspace tril_indices triu_indices "
+    "new_zeros new_ones new_empty new_full view reshape expand broadcast_to repeat tile unflatten resize_ narrow "
+    "split chunk unfold topk pad"
 )
 _CUT_BY_TENSORS = frozenset({"repeat_interleave", "tensor_split"})
 

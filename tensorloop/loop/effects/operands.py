@@ -24,25 +24,12 @@ _HEIGHT_IS_WRITTEN = sys.version_info < (3, 12)  # later ones write it for some 
 ENDS = {"RETURN_VALUE", "RETURN_CONST", "RAISE_VARARGS", "RERAISE", "JUMP_FORWARD"}
 ENDS |= {"JUMP_BACKWARD", "JUMP_BACKWARD_NO_INTERRUPT"}
 _MOST_CODES = 4096
-_NO_PUSH = (
-    "STORE_",
-    "DELETE_",
-    "POP_",
-    "JUMP_",
-    "RETURN_",
-    "NOP",
-    "CACHE",
-    "PRECALL",
-    "KW_NAMES",
-    "RESUME",
-    "NOT_TAKEN",
-)
 _TWO = {"LOAD_FAST_LOAD_FAST", "LOAD_FAST_BORROW_LOAD_FAST_BORROW", "LOAD_METHOD"}
 
 
-def words(text: str) -> list[str]:
+def words(text: str) -> frozenset[str]:
     """The words of a text."""
-    return text.split()
+    return frozenset(text.split())
 
 
 class _Nothing:
@@ -56,7 +43,8 @@ class _Nothing:
 _Nothing.__module__ = "builtins"  # nobody's: no table of modules says that it is harmless
 # NULL; a value that nobody can see; one that nobody can see, and that was made just now.
 EMPTY, UNKNOWN, NEW = _Nothing("NULL"), _Nothing("UNKNOWN"), _Nothing("NEW")
-_MAKE = frozenset(words("range enumerate zip reversed sorted list tuple dict set items values keys split"))
+_NO_PUSH = tuple(words("STORE_ DELETE_ POP_ JUMP_ RETURN_ NOP CACHE PRECALL KW_NAMES RESUME NOT_TAKEN"))
+_MAKE = words("range enumerate zip reversed sorted list tuple dict set items values keys split")
 
 
 R = TypeVar("R")

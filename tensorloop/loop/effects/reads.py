@@ -27,9 +27,7 @@ from tensorloop.loop.effects.operands import EMPTY, NEW, UNKNOWN, words
 
 _SCALARS = (int, float, complex, bool, str, bytes, type(None), torch.dtype, torch.device, torch.Size, range)
 _ONE = BuiltinFunctionType, MethodDescriptorType, property, type(...)
-_ASK_KIND = frozenset(
-    words("isinstance issubclass callable type getattr hasattr len iter next super enumerate zip map")
-)
+_ASK_KIND = words("isinstance issubclass callable type getattr hasattr len iter next super enumerate zip map")
 _MOST, _MOST_NODES = 256, 4096  # elements of a container, nodes of a step
 _SIZED = (list, dict, set, frozenset, tuple, bytearray, memoryview, deque)
 

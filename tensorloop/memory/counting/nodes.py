@@ -13,17 +13,6 @@ from typing import Any
 
 import torch
 
-__all__ = [
-    "backward_code",
-    "current_node",
-    "direct",
-    "module_code",
-    "no_modes",
-    "only_holders",
-    "sequence_number",
-    "storage_holders",
-]
-
 sequence_number = torch._C._autograd._get_sequence_nr  # pyright: ignore[reportAttributeAccessIssue]
 current_node = torch._C._current_autograd_node
 backward_code = torch.autograd.graph._engine_run_backward.__code__

@@ -84,12 +84,18 @@ class Site:
         """
         return {
             "file": self.path,
-            "line": self.line,
-            "function": self.function,
-            "code": self.code,
-            "module": self.module,
+            **{name: getattr(self, name) for name in ("line", "function", "code", "module")},
             "library": self.library and self.library.as_dict(),
         }
+
+
+WHERE = ("file", "line", "module", "library", "code")
+"""What `cells_of` gives."""
+
+
+def cells_of(site: Site) -> tuple[Any, ...]:
+    """A site as the cells of a table of figures."""
+    return site.path, site.line, site.module, site.library or "", site.code
 
 
 UNKNOWN = Site("<unknown>", 0, "", "")

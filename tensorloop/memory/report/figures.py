@@ -50,7 +50,7 @@ class LineGrowth:
     @property
     def superlinear(self) -> bool:
         """Whether anything about the line grows clearly faster than T."""
-        return max(self.exponent, self.peak_exponent, self.made_exponent) > SUPERLINEAR
+        return max(p for _, p in kinds_of(self)) > SUPERLINEAR
 
     def __repr__(self) -> str:
         story = _story(self) if self.superlinear else f"{self.saved[-1]:,} bytes saved, T^{self.exponent:.2f}"
@@ -136,14 +136,8 @@ class Figures:
             header = ("saved", "T^", "peak", "T^", "made", "T^", "line", "code")
             rows = [
                 (
-                    f"{line.saved[-1]:,}",
-                    f"{line.exponent:.2f}",
-                    f"{line.peak[-1]:,}",
-                    f"{line.peak_exponent:.2f}",
-                    f"{line.made[-1]:,}",
-                    f"{line.made_exponent:.2f}",
-                    str(line.site),
-                    shortened(line.site.code),
+                    *(cell for n, p in kinds_of(line) for cell in (f"{n[-1]:,}", f"{p:.2f}")),
+                    *(str(line.site), shortened(line.site.code)),
                 )
                 for line in self.lines
             ]
@@ -153,14 +147,15 @@ class Figures:
         return found
 
 
+def kinds_of(line: LineGrowth) -> tuple[tuple[tuple[int, ...], float], ...]:
+    """The line's bytes at each T with the power that they follow: saved, at the peak, made."""
+    return (line.saved, line.exponent), (line.peak, line.peak_exponent), (line.made, line.made_exponent)
+
+
 def _story(line: LineGrowth) -> str:
     """Which of the line's bytes grow faster than T, the worst kind first."""
-    kinds = (
-        ("saved for backward", line.saved, line.exponent),
-        ("at its peak", line.peak, line.peak_exponent),
-        ("allocated in all", line.made, line.made_exponent),
-    )
-    return "; ".join(f"{n[-1]:,} bytes {what}, T^{p:.2f}" for what, n, p in kinds if n and p > SUPERLINEAR)
+    named = zip(("saved for backward", "at its peak", "allocated in all"), kinds_of(line), strict=True)
+    return "; ".join(f"{n[-1]:,} bytes {what}, T^{p:.2f}" for what, (n, p) in named if n and p > SUPERLINEAR)
 
 
 def _number(x: float) -> float | None:

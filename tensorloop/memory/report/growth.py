@@ -2,6 +2,7 @@
 
 from typing import TYPE_CHECKING
 
+from tensorloop.memory.counting.sites import WHERE, cells_of
 from tensorloop.memory.report import charts, html, picture
 from tensorloop.memory.report.figures import Figures
 from tensorloop.memory.report.result import Shown, Table, refuse_without
@@ -72,14 +73,12 @@ class Growth(Figures, Shown):
 
     def _cells(self) -> Table:
         """A row for the whole and for each line, at each T."""
-        header = ("file", "line", "module", "library", "code", "T", "saved", "peak", "made", "seconds")
+        header = (*WHERE, "T", "saved", "peak", "made", "seconds")
         empty = ("",) * len(self.Ts)
         peaks, seconds = self.peaks or empty, self.seconds or empty
         whole = zip(self.Ts, self.bytes, peaks, empty, seconds, strict=True)
         rows = [["(all)", "", "", "", "", *cells] for cells in whole]
         for line in self.lines:
-            site = line.site
-            where = [site.path, site.line, site.module, site.library or "", site.code]
             sizes = zip(self.Ts, line.saved, line.peak, line.made, empty, strict=True)
-            rows += [[*where, *cells] for cells in sizes]
+            rows += [[*cells_of(line.site), *cells] for cells in sizes]
         return header, rows

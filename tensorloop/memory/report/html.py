@@ -7,7 +7,7 @@ import torch
 
 from tensorloop._common.html import table
 from tensorloop.memory.report import charts, picture
-from tensorloop.memory.report.figures import SUPERLINEAR, Figures, LineGrowth
+from tensorloop.memory.report.figures import SUPERLINEAR, Figures, LineGrowth, kinds_of
 
 
 def body(growth: Figures, error: str = "") -> list[str]:
@@ -35,12 +35,8 @@ def summary(growth: Figures) -> str:
 
 
 def _guilty(line: LineGrowth) -> str:
-    kinds = (
-        ("saves", line.saved, line.exponent),
-        ("has at its peak", line.peak, line.peak_exponent),
-        ("allocates in all", line.made, line.made_exponent),
-    )
-    told = [f"{verb} {charts.size(n[-1])}, T^{p:.2f}" for verb, n, p in kinds if p > SUPERLINEAR]
+    named = zip(("saves", "has at its peak", "allocates in all"), kinds_of(line), strict=True)
+    told = [f"{verb} {charts.size(n[-1])}, T^{p:.2f}" for verb, (n, p) in named if p > SUPERLINEAR]
     advice = f"<p>{escape(line.advice)}</p>" if line.advice else ""
     code = line.site.code + (f"\n{line.site.library}  {line.site.library.code}" if line.site.library else "")
     return (
@@ -67,8 +63,7 @@ def _sizes(growth: Figures) -> str:
 def _lines(growth: Figures) -> str:
     rows = []
     for line in growth.lines:
-        figures = ((line.saved, line.exponent), (line.peak, line.peak_exponent), (line.made, line.made_exponent))
-        cells = [cell for sizes, p in figures for cell in (f"{sizes[-1]:,}", charts.power(p, sizes))]
+        cells = [cell for sizes, p in kinds_of(line) for cell in (f"{sizes[-1]:,}", charts.power(p, sizes))]
         rows.append([str(line.site), line.site.code, *cells])
     return table(["line", "code", "saved, bytes", "as", "peak, bytes", "as", "made, bytes", "as"], rows, (0, 1))
 

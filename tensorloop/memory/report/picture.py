@@ -20,16 +20,22 @@ _GUIDE = "#8a8a8a"
 _ROOM = 40  # letters below a panel
 
 
-def draw(title: str, panels: Sequence[Panel], groups: Sequence[Bars]) -> "Figure":
-    """Panels side by side, bars below; no title stands above where it is empty."""
+def new_figure(width: float, height: float, title: str | None) -> "Figure":
+    """An empty figure, which pyplot does not know."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
-    heights = [3.4] * bool(panels) + [0.6 + 0.5 * len(group.rows) for group in groups]
-    figure = Figure(figsize=(11, sum(heights) + (0.9 if title else 0.3)), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     if title:
         figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")
+    return figure
+
+
+def draw(title: str, panels: Sequence[Panel], groups: Sequence[Bars]) -> "Figure":
+    """Panels side by side, bars below; no title stands above where it is empty."""
+    heights = [3.4] * bool(panels) + [0.6 + 0.5 * len(group.rows) for group in groups]
+    figure = new_figure(11, sum(heights) + (0.9 if title else 0.3), title)
     grid = figure.add_gridspec(len(heights) or 1, 2, height_ratios=heights or [1])
     for i, panel in enumerate(panels):
         _curves(figure.add_subplot(grid[0, i]), panel)
@@ -102,33 +108,11 @@ def _bars(axes: "Axes", chart: Bars) -> None:
     """A bar for each line, its place and code above it; lines that grow faster than T are hatched."""
     most = max(row.value for row in chart.rows)
     for i, row in enumerate(chart.rows):
-        axes.barh(
-            i + 0.3,
-            row.value,
-            height=0.36,
-            color="#f6c8a4" if row.guilty else "#d0d0d0",
-            hatch="///" if row.guilty else None,
-            edgecolor="#a84300" if row.guilty else "#444444",
-            linewidth=0.8,
-        )
-        weight = "bold" if row.guilty else "normal"
-        axes.annotate(
-            f"{row.where}   {row.code}",
-            (0, i - 0.09),
-            fontsize=8.5,
-            fontweight=weight,
-            family="monospace",
-            verticalalignment="center",
-        )
-        axes.annotate(
-            row.figures,
-            (row.value, i + 0.3),
-            (5, 0),
-            textcoords="offset points",
-            fontsize=8.5,
-            fontweight=weight,
-            verticalalignment="center",
-        )
+        colour, edge, hatch = ("#f6c8a4", "#a84300", "///") if row.guilty else ("#d0d0d0", "#444444", None)
+        axes.barh(i + 0.3, row.value, height=0.36, color=colour, hatch=hatch, edgecolor=edge, linewidth=0.8)
+        style: Any = {"fontsize": 8.5, "fontweight": "bold" if row.guilty else "normal", "verticalalignment": "center"}
+        axes.annotate(f"{row.where}   {row.code}", (0, i - 0.09), family="monospace", **style)
+        axes.annotate(row.figures, (row.value, i + 0.3), (5, 0), textcoords="offset points", **style)
     axes.set_xlim(0, most * 1.3)  # room for the figures
     axes.set_ylim(len(chart.rows) - 0.4, -0.4)
     axes.set_xticks([])

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from tensorloop._common.html import table
 from tensorloop.memory.report.charts import size, unit_of
-from tensorloop.memory.report.picture import embed
+from tensorloop.memory.report.picture import embed, new_figure
 from tensorloop.memory.report.result import Shown, Table, refuse_without
 
 if TYPE_CHECKING:
@@ -117,15 +117,9 @@ class Timeline(Shown):
 
 def draw(timeline: Timeline, title: str | None = None) -> "Figure":
     """The curve, and below it a row for each name."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
     names = _names(timeline.marks)
     below = 0.3 + 0.3 * len(names)
-    figure = Figure(figsize=(9, 4 + below), layout="constrained")
-    FigureCanvasAgg(figure)
-    if title:
-        figure.suptitle(title, x=0.01, horizontalalignment="left", fontweight="bold")
+    figure = new_figure(9, 4 + below, title)
     upper, lower = figure.subplots(2, 1, sharex=True, height_ratios=(4, below))
     _resident(upper, timeline)
     _spans(lower, timeline.marks, names)

@@ -20,7 +20,7 @@ from tensorloop.memory.counting.nodes import no_modes
 from tensorloop.memory.counting.sites import Site, printable, site_at
 from tensorloop.memory.counting.storages import collector_off
 from tensorloop.memory.report.exponents import exponent, line_exponent, marginal, settled
-from tensorloop.memory.report.figures import SUPERLINEAR, LineGrowth
+from tensorloop.memory.report.figures import SUPERLINEAR, LineGrowth, kinds_of
 from tensorloop.memory.report.growth import Growth
 from tensorloop.memory.scaling.advice import LineOperation, advice
 
@@ -91,27 +91,16 @@ def growth(
         if not callable(measure):
             raise TypeError(f"growth: measure must be a function such as tl.memory.peak; got {measure!r}")
         with _Passes(progress, "growth", sum(Ts)) as bar:
-            counted = tuple(bar.shown(T, "", partial(_measured, measure, make_fn, T)) for T in Ts)
+            counted = tuple(bar.shown(T, "", partial(measure, _make(make_fn, T))) for T in Ts)
         sizes = _subtracted(Ts, counted, subtract, strict=True)
         return Growth(Ts, sizes, exponent(Ts, sizes), marginal(Ts[-3:], sizes[-3:]))
     runs, failed, failed_at = _runs(make_fn, Ts, progress)
     Ts = Ts[: len(runs)]
     sizes = _subtracted(Ts, tuple(run.saved for run in runs), subtract, strict=subtract is not None)
     peaks, seconds = tuple(run.peak for run in runs), tuple(run.seconds for run in runs)
-    return Growth(
-        Ts,
-        sizes,
-        exponent(Ts, sizes),
-        marginal(Ts[-3:], sizes[-3:]),
-        peaks,
-        seconds,
-        exponent(Ts, peaks),
-        settled(Ts, peaks),
-        exponent(Ts, seconds),
-        _lines(Ts, runs),
-        failed,
-        failed_at,
-    )
+    whole, others = (exponent(Ts, sizes), marginal(Ts[-3:], sizes[-3:])), (exponent(Ts, peaks), settled(Ts, peaks))
+    fits = *whole, peaks, seconds, *others, exponent(Ts, seconds)
+    return Growth(Ts, sizes, *fits, _lines(Ts, runs), failed, failed_at)
 
 
 def _checked(make_fn: Any, Ts: Any) -> tuple[int, ...]:
@@ -128,14 +117,14 @@ def _checked(make_fn: Any, Ts: Any) -> tuple[int, ...]:
     return Ts
 
 
-def _measured(measure: Callable[[Callable[[], Any]], int], make_fn: Callable[[int], Callable[[], Any]], T: int) -> int:
+def _make(make_fn: Callable[[int], Callable[[], Any]], T: int) -> Callable[[], Any]:
     fn = make_fn(T)
     if not callable(fn):
         raise TypeError(
             f"growth: make_fn({T}) must give a function without arguments; got {type(fn).__name__}. Pass lambda T: "
             f"lambda: f(T) for a function f of T"
         )
-    return measure(fn)
+    return fn
 
 
 class _Passes(Progress):
@@ -206,12 +195,7 @@ def _runs(
 
 def _run(make_fn: Callable[[int], Callable[[], Any]], T: int, bar: _Passes) -> _Run:
     """One T: a pass with all bytes counted, then passes with the clock on."""
-    fn = make_fn(T)
-    if not callable(fn):
-        raise TypeError(
-            f"growth: make_fn({T}) must give a function without arguments; got {type(fn).__name__}. "
-            f"Pass lambda T: lambda: f(T) for a function f of T"
-        )
+    fn = _make(make_fn, T)
     with collector_off(), torch.enable_grad():
         found = _count(fn, T, bar)
         spent: list[float] = []
@@ -295,9 +279,7 @@ def _lines(Ts: tuple[int, ...], runs: list[_Run]) -> tuple[LineGrowth, ...]:
     lines = [_line(Ts, site, [run.lines.get(site, _Counts()) for run in runs], runs[-1].saved) for site in sites]
 
     def rank(line: LineGrowth) -> tuple[int, int]:
-        for i, (power, sizes) in enumerate(
-            ((line.exponent, line.saved), (line.peak_exponent, line.peak), (line.made_exponent, line.made))
-        ):
+        for i, (sizes, power) in enumerate(kinds_of(line)):
             if power > SUPERLINEAR:
                 return i, -sizes[-1]
         return 3, -max(line.saved[-1], line.peak[-1])

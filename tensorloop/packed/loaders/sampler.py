@@ -60,8 +60,8 @@ class BatchSampler(Sampler[list[int]]):
         world_size: int | None = None,
     ) -> None:
         self._lens = as_dim(lens)._host_lens
-        self._most = _at_least_one(max_entries, "max_entries")
-        self._rows = None if max_rows is None else _at_least_one(max_rows, "max_rows")
+        self._most = arguments.at_least(1, max_entries, "max_entries")
+        self._rows = None if max_rows is None else arguments.at_least(1, max_rows, "max_rows")
         self._shuffle, self._seed, self._drop = bool(shuffle), arguments.as_int(seed, "seed"), bool(drop_last)
         self._rank, self._processes = _find_place(rank, world_size)
         self._epoch = 0
@@ -117,20 +117,13 @@ class BatchSampler(Sampler[list[int]]):
         return [batches[step * n + self._rank] for step in steps]
 
 
-def _at_least_one(x: int, what: str) -> int:
-    n = arguments.as_int(x, what)
-    if n < 1:
-        raise WrongValue(f"{what} must be at least 1, got {n}")
-    return n
-
-
 def _find_place(rank: int | None, world_size: int | None) -> tuple[int, int]:
     if (rank is None) != (world_size is None):
         raise WrongType("rank and world_size go together; leave out both, or give both")
     if rank is None or world_size is None:
         several = torch.distributed.is_available() and torch.distributed.is_initialized()
         return (torch.distributed.get_rank(), torch.distributed.get_world_size()) if several else (0, 1)
-    processes, place = _at_least_one(world_size, "world_size"), arguments.as_int(rank, "rank")
+    processes, place = arguments.at_least(1, world_size, "world_size"), arguments.as_int(rank, "rank")
     if not 0 <= place < processes:
         raise WrongValue(f"rank must be from 0 to {processes - 1}, got {place}")
     return place, processes

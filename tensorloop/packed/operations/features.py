@@ -100,10 +100,7 @@ def _needs_tensor(x: Any) -> None:
 
 def _needs_matrix(p: Packed) -> None:
     if p.ndim < 4:
-        raise refusal(
-            f"the ragged dim of {p.shape} would be a dim of the matrices",
-            BETWEEN,
-        )
+        raise refusal(f"the ragged dim of {p.shape} would be a dim of the matrices", BETWEEN)
 
 
 @handles

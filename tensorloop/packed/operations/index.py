@@ -140,19 +140,12 @@ def split_rows(p: Packed, size: Any) -> tuple[Packed, ...]:
     if isinstance(size, (list, tuple)) or (isinstance(size, Tensor) and size.dim() == 1):
         ends = [0]
         for i, x in enumerate(size):
-            ends.append(ends[-1] + _check_size(0, x, f"sizes[{i}]"))
+            ends.append(ends[-1] + arguments.at_least(0, x, f"sizes[{i}]"))
         if ends[-1] != rows:
             raise WrongValue(f"sizes {list(map(int, size))} do not sum to the {rows} rows")
     else:
-        ends = [*range(0, max(rows, 1), _check_size(1, size, "size")), rows]  # of no rows one piece, as torch's
+        ends = [*range(0, max(rows, 1), arguments.at_least(1, size, "size")), rows]  # of no rows one piece, as torch's
     return tuple(slice_rows(p, a, b) for a, b in itertools.pairwise(ends))
-
-
-def _check_size(least: int, x: Any, what: str) -> int:
-    n = arguments.as_int(x, what)
-    if n < least:
-        raise WrongValue(f"{what} must be at least {least}, got {n}")
-    return n
 
 
 def _select_rows(p: Packed, rows: Any) -> Packed:
@@ -236,9 +229,7 @@ def _find_pairs(p: Packed, rows: Tensor, times: Any) -> Tensor:
 
 def crop(p: Packed, times: slice) -> Packed:
     """p[:, a:b:step]: of each row what Python's slice gives."""
-    step = 1 if times.step is None else arguments.as_int(times.step, "step")
-    if step < 1:
-        raise WrongValue(f"step must be at least 1, got {step}; use flip(1)")
+    step = 1 if times.step is None else arguments.at_least(1, times.step, "step", "; use flip(1)")
     lens = p._dim._host_lens
 
     def bound(x: Any, default: Tensor) -> Tensor:

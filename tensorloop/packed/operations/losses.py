@@ -67,9 +67,7 @@ def _ctc_loss(
         raise WrongValue(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
     p = _cut(log_probs, input_lengths)
     tokens, dim = _read_targets(targets, target_lengths, p)
-    blank = arguments.as_int(blank, "blank")
-    if not 0 <= blank < p.shape[2]:
-        raise WrongValue(f"blank is {blank}, expected 0 <= blank < {p.shape[2]}")
+    blank = alignments.read_blank(blank, p.shape[2])
     losses = alignments.ctc(p.values, p._dim._offsets, tokens, dim._offsets, blank)
     if zero_infinity:
         losses = torch.where(losses == torch.inf, 0, losses)

@@ -14,7 +14,7 @@ from torch import Tensor
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.packed.rows import segment_reduce, segments
 from tensorloop.packed.rows.dim import Dim
-from tensorloop.packed.table.base import Packed, PackedView, find_dim, find_dims, is_packed, refusal
+from tensorloop.packed.table.base import Packed, PackedView, find_dim, find_dims, is_packed, refusal, restore_dims
 from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.fallback import fall_back
 from tensorloop.packed.table.pointwise import rewrap
@@ -46,13 +46,6 @@ def divide(p: Packed, dims: tuple[int, ...]) -> Segments:
     moved = values.permute(0, *sorted(features), *rest)
     moved = moved.reshape(len(values) * inner, *(values.shape[d] for d in rest))
     return Segments(moved, dim._offsets * inner, dim, order, inner)
-
-
-def restore_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    """The reduced dims back as 1."""
-    for d in sorted(dims) if keepdim else ():
-        out = out.unsqueeze(d)
-    return out
 
 
 def widen(values: Tensor) -> Tensor:

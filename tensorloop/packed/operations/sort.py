@@ -12,9 +12,9 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.packed.operations.reduce import Segments, divide, refuse_empty, restore_dims
+from tensorloop.packed.operations.reduce import Segments, divide, refuse_empty
 from tensorloop.packed.rows import segments
-from tensorloop.packed.table.base import Packed, find_dim, refusal
+from tensorloop.packed.table.base import Packed, find_dim, refusal, restore_dims
 from tensorloop.packed.table.dispatch import handles
 from tensorloop.packed.table.pointwise import rewrap
 

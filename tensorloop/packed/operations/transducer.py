@@ -10,7 +10,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.packed.rows import alignments, segments
 from tensorloop.packed.rows.dim import Dim
-from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
+from tensorloop.packed.table.autograd import check_gradient
 from tensorloop.packed.table.base import Packed, is_packed
 
 P = TypeVar("P", bound=Packed)
@@ -47,8 +47,7 @@ def pairs(a: P, b: Packed) -> tuple[P, P]:
     for x, what in ((a, "a"), (b, "b")):
         if not is_packed(x):
             raise WrongType(f"{what} must be a PackedTensor, got {arguments.describe(x)}; pack_padded makes one")
-    if not is_recording():
-        refuse_lost_gradient((a, b))
+    check_gradient(a, b)
     if len(a._dim) != len(b._dim):
         raise WrongValue(f"a has {len(a._dim)} rows, b has {len(b._dim)}")
     if a._dim.device != b._dim.device:
@@ -100,8 +99,7 @@ def rnnt_loss(log_probs: Packed, targets: Packed, *, blank: int = 0, reduction: 
     for x, what in ((log_probs, "log_probs"), (targets, "targets")):
         if not is_packed(x):
             raise WrongType(f"{what} must be a PackedTensor, got {arguments.describe(x)}; pack_padded makes one")
-    if not is_recording():
-        refuse_lost_gradient((log_probs,))
+    check_gradient(log_probs)
     if log_probs.ndim != 3 or targets.ndim != 2:
         raise WrongValue(
             f"log_probs must be (B, (T (U + 1))*, V) and targets (B, U*), got {log_probs.shape} and {targets.shape}"
@@ -112,9 +110,8 @@ def rnnt_loss(log_probs: Packed, targets: Packed, *, blank: int = 0, reduction: 
         raise WrongType(f"targets have dtype {targets.values.dtype}, but tokens are integers")
     if reduction not in ("none", "mean", "sum"):
         raise WrongValue(f"reduction must be 'none', 'mean' or 'sum', got {reduction!r}")
-    blank, classes = arguments.as_int(blank, "blank"), log_probs.values.shape[1]
-    if not 0 <= blank < classes:
-        raise WrongValue(f"blank is {blank}, expected 0 <= blank < {classes}")
+    classes = log_probs.values.shape[1]
+    blank = alignments.read_blank(blank, classes)
     dim, widths = log_probs._dim, targets._dim._lens + 1
     _check_rows(dim, targets, widths, classes)
     losses = alignments.rnnt(_pick(log_probs.values, dim, targets, widths, blank), dim._offsets, widths)

@@ -132,17 +132,6 @@ def read_lengths(cu_seqlens: Tensor) -> Tensor:
     return cu_seqlens.diff().to(torch.int64)
 
 
-def document_mask(p: Packed, causal: bool) -> Callable[..., Tensor]:
-    """mask_mod(b, h, q, kv) of FlexAttention over the N entries as one sequence."""
-    rows = p._dim._row_ids
-
-    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-        same = rows[q] == rows[kv]
-        return same & (q >= kv) if causal else same
-
-    return mask_mod
-
-
 # -- DataLoader
 
 

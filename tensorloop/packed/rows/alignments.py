@@ -6,12 +6,14 @@ operations: over a number for each entry and state (CTC), over padded rows of tw
 Sources: Graves et al. 2006, equations 5 to 16 (CTC); Graves 2012, equations 16 to 20 (RNN-T).
 """
 
-from functools import partial
+from collections.abc import Callable
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from tensorloop._common import arguments
+from tensorloop._common.errors import WrongValue
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop._torch.formula import differentiate, is_differentiated
@@ -22,6 +24,14 @@ from tensorloop.packed.rows import segments
 _FAR = -1e30  # for no path: minus infinity would have NaN for its gradient
 
 
+def read_blank(blank: Any, classes: int) -> int:
+    """The class that stands for no token."""
+    n = arguments.as_int(blank, "blank")
+    if not 0 <= n < classes:
+        raise WrongValue(f"blank is {n}, expected 0 <= blank < {classes}")
+    return n
+
+
 @runs_kernels
 def ctc(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor, blank: int) -> Tensor:
     """(B,): minus the log-probability of each row of tokens (M,) under each row of log-probabilities (N, V).
@@ -30,18 +40,24 @@ def ctc(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor, 
     (e^value is added to that of the sum over alignments), and of float16 and bfloat16 that of float32.
     """
     given = values.float() if values.dtype in (torch.float16, torch.bfloat16) else values
-    rest = offsets, tokens, token_offsets, blank
+    return _sum_paths("ctc_loss", ctc_formula, given, offsets, tokens, token_offsets, blank)
+
+
+def _sum_paths(name: str, formula: Callable[..., Tensor], values: Tensor, *rest: Any) -> Tensor:
+    """By the kernel of this name, or by the formula, which says the same."""
     if transforms.maybe_level() is not None or transforms.forward_mode():
-        return ctc_formula(given, *rest)
-    return _Ctc.apply(given, *rest)  # pyright: ignore[reportReturnType]
+        return formula(values, *rest)
+    return _Paths.apply(values, name, formula, *rest)  # pyright: ignore[reportReturnType]
 
 
-class _Ctc(torch.autograd.Function):
+class _Paths(torch.autograd.Function):
+    """(values, the name of the operation, its formula, its other arguments) -> losses (B,)"""
+
     @staticmethod
-    def forward(ctx: Any, values: Tensor, *rest: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, values: Tensor, name: str, formula: Any, *rest: Any) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         values = values.contiguous()
-        losses, alpha = find("ctc_loss", values)(values, *rest)
-        ctx.rest = rest
+        losses, alpha = find(name, values)(values, *rest)
+        ctx.name, ctx.formula, ctx.rest = name, formula, rest
         ctx.save_for_backward(values, losses, alpha)
         return losses
 
@@ -49,10 +65,10 @@ class _Ctc(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
         values, losses, alpha = ctx.saved_tensors
         if is_differentiated(grad):
-            rest = dict(zip(("offsets", "tokens", "token_offsets", "blank"), ctx.rest, strict=True))
-            return *differentiate(partial(ctc_formula, **rest), (values,), grad), None, None, None, None
-        found = find("ctc_loss_grad", grad, values)(grad, values, *ctx.rest, losses, alpha)
-        return found, None, None, None, None
+            (found,) = differentiate(lambda x: ctx.formula(x, *ctx.rest), (values,), grad)
+        else:
+            found = find(f"{ctx.name}_grad", grad, values)(grad, values, *ctx.rest, losses, alpha)
+        return found, *[None] * (2 + len(ctx.rest))
 
 
 def ctc_formula(values: Tensor, offsets: Tensor, tokens: Tensor, token_offsets: Tensor, blank: int) -> Tensor:
@@ -90,23 +106,4 @@ def _of_labels(values: Tensor, labels: Tensor, lens: Tensor) -> Tensor:
 @runs_kernels
 def rnnt(scores: Tensor, offsets: Tensor, widths: Tensor) -> Tensor:
     """(B,) of scores (N, 2): `kernels.lattices.rnnt_formula`, in any number of derivatives."""
-    if transforms.maybe_level() is not None or transforms.forward_mode():
-        return rnnt_formula(scores, offsets, widths)
-    return _Rnnt.apply(scores, offsets, widths)  # pyright: ignore[reportReturnType]
-
-
-class _Rnnt(torch.autograd.Function):
-    @staticmethod
-    def forward(ctx: Any, scores: Tensor, *rest: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scores = scores.contiguous()
-        losses, alpha = find("rnnt_loss", scores)(scores, *rest)
-        ctx.save_for_backward(scores, losses, alpha, *rest)
-        return losses
-
-    @staticmethod
-    def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:  # pyright: ignore[reportIncompatibleMethodOverride]
-        scores, losses, alpha, *rest = ctx.saved_tensors
-        if is_differentiated(grad):
-            formula = partial(rnnt_formula, offsets=rest[0], widths=rest[1])
-            return *differentiate(formula, (scores,), grad), None, None
-        return find("rnnt_loss_grad", grad, scores)(grad, scores, *rest, losses, alpha), None, None
+    return _sum_paths("rnnt_loss", rnnt_formula, scores, offsets, widths)

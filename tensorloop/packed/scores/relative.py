@@ -14,11 +14,7 @@ from tensorloop.packed.rows.size import RaggedSize
 from tensorloop.packed.table.base import PackedView, refusal
 from tensorloop.packed.table.layout import layout_of, see, unwrap
 
-_STEPS = (
-    "x.view(B, H, 2 T, T)",
-    "x[:, :, 1:] of it",
-    "its view in the old order",
-)
+_STEPS = ("x.view(B, H, 2 T, T)", "x[:, :, 1:] of it", "its view in the old order")
 _NEXT = (
     "go on with x[:, :, 1:].view_as(y)[..., :T]",
     "go on with .view_as(y)[..., :T]",

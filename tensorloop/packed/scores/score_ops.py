@@ -142,12 +142,6 @@ def _equal(func: Any, input: Any, other: Any, *args: Any, **kwargs: Any) -> bool
     return same and func(input.flat, other.flat, *args, **kwargs)
 
 
-@handles
-def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns what torch says of the values."""
-    return func(input.flat, *args, **kwargs)
-
-
 # -- along dims
 
 _IN_ROWS = named("row by row")

@@ -129,15 +129,14 @@ def _expand(func: Any, input: Any, *sizes: Any) -> Any:
     given = tuple(sizes[0]) if len(sizes) == 1 and isinstance(sizes[0], (tuple, list)) else sizes
     if len(given) != input.ndim:
         raise refusal(f"{input.shape} as {given}", "unsqueeze before")
-    own = [n == -1 or (isinstance(n, RaggedSize) and is_size_of(n._dim, d)) for n, d in _last_sizes(given, input)]
+    own = [
+        n == -1 or (isinstance(n, RaggedSize) and is_size_of(n._dim, d))
+        for n, d in zip(given[-2:], (input.rows, input.columns), strict=True)
+    ]
     if given[0] not in (-1, len(input.rows)) or not all(own):
         raise refusal(f"{input.shape} as {given}", "keep batch and last two, as -1 or as they stand in the shape")
     lead = [m if n == -1 else n for n, m in zip(given[1:-2], input.lead, strict=True)]
     return per_row(input, lambda row: row.expand(*lead, -1, -1))
-
-
-def _last_sizes(sizes: Any, x: PackedScores) -> Any:
-    return zip(sizes[-2:], (x.rows, x.columns), strict=True)
 
 
 @handles

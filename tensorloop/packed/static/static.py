@@ -6,7 +6,7 @@ functions do is in a table of its own (`static_ops.py`), in torch operations alo
 """
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, Self
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -16,22 +16,16 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.packed.static import static_layers, static_reduce
 from tensorloop.packed.static.static_ops import check_rows, dispatch, facts, refuse
 from tensorloop.packed.static.static_rows import StaticRows, attend
-from tensorloop.packed.table.base import StaticPacked, add_operators
+from tensorloop.packed.table.base import StaticPacked, add_operators, document_mask
 from tensorloop.packed.table.dispatch import ALONG_FEATURES, HANDLED
 from tensorloop.packed.table.row import STATIC
-from tensorloop.packed.table.types import TensorTypes
 from tensorloop.packed.tensor import PackedTensor
 
 # Loaded for the operations that they put into the table.
 _TABLES = static_layers, static_reduce
 
-if TYPE_CHECKING:
-    _Base = TensorTypes
-else:
-    _Base = object
 
-
-class StaticPackedTensor(StaticPacked, _Base):
+class StaticPackedTensor(StaticPacked):
     """Rows (B, T*, *F) in a fixed number of entries: all shapes are known without reading lens, as CUDA graphs need.
 
     Pointwise functions, linear, matmul with a weight, embedding, dropout, layer_norm, rms_norm, losses, and over the
@@ -181,31 +175,9 @@ class StaticPackedTensor(StaticPacked, _Base):
         """(B, max_len, *F), the shape of the padded tensor."""
         return self._rows.count, self._rows.max_len, *self.values.shape[1:]
 
-    @property
-    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The number of dims, batch and ragged dim included."""
-        return self.values.dim() + 1
-
-    @property
-    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The dtype of the values."""
-        return self.values.dtype
-
-    @property
-    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The device of the values."""
-        return self.values.device
-
     def __array__(self, *args: Any, **kwargs: Any) -> Any:
         """Refused: NumPy would make an array of one object."""
         raise TypeError("NumPy: a static packed tensor is no array; use p.pad().numpy(), or p.trim()")
-
-    def dim(self) -> int:
-        """The number of dims, batch and ragged dim included.
-
-        Returns: an int.
-        """
-        return self.ndim
 
     def size(self, dim: int | None = None) -> Any:
         """The shape of the padded tensor, or one size of it.
@@ -311,13 +283,8 @@ class StaticPackedTensor(StaticPacked, _Base):
 
         Returns: `mask_mod(b, h, q, kv)`.
         """
-        rows = self._rows.row_ids
-
-        def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
-            same = rows[q] == rows[kv]  # free entries see each other, and nobody sees them
-            return same & (q >= kv) if causal else same
-
-        return mask_mod
+        # Free entries see each other, and nobody sees them.
+        return document_mask(self._rows.row_ids, causal)
 
     # -- torch functions
 

@@ -8,7 +8,6 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongIndex, WrongType, WrongValue
 from tensorloop.packed.static.static_ops import (
-    check_first,
     check_partner,
     check_rows,
     feature_dim,
@@ -17,13 +16,13 @@ from tensorloop.packed.static.static_ops import (
     to_values,
 )
 from tensorloop.packed.static.static_reduce import sum_or_mean
-from tensorloop.packed.table.base import refusal
+from tensorloop.packed.table.base import check_only_first, refusal
 from tensorloop.packed.table.dispatch import handles
 
 
 @handles
 def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
-    check_first(input, weight, bias)
+    check_only_first(input, weight, bias)
     if input.ndim < 3:
         raise refusal(f"it needs a feature dim, the tensor is {input.shape}", "unsqueeze(-1) it")
     return input._with(func(input.values, weight, bias))
@@ -31,7 +30,7 @@ def _linear(func: Any, input: Any, weight: Any, bias: Any = None) -> Any:
 
 @handles
 def _matmul(func: Any, input: Any, other: Any) -> Any:
-    check_first(input, other)
+    check_only_first(input, other)
     if input.ndim < 3 or not isinstance(other, Tensor) or other.dim() > 2:
         raise refusal("it takes (B, T*, *F, m) and an ordinary (m,) or (m, n)", "use p.pad() for the rest")
     return input._with(torch.matmul(input.values, other))
@@ -48,19 +47,10 @@ def _embedding(
     scale_grad_by_freq: bool = False,
     sparse: bool = False,
 ) -> Any:
-    check_first(input, weight)
+    check_only_first(input, weight)
     if max_norm is not None or scale_grad_by_freq:
         raise refusal("max_norm and scale_grad_by_freq would count free entries", "leave them out")
     return input._with(func(input.values, weight, padding_idx=padding_idx, sparse=sparse))
-
-
-@handles
-def _norm(func: Any, input: Any, normalized_shape: Any, weight: Any = None, *args: Any, **kwargs: Any) -> Any:
-    check_first(input, weight, *args, *kwargs.values())
-    features = 1 if isinstance(normalized_shape, int) else len(normalized_shape)
-    if input.ndim - 2 < features:
-        raise refusal(f"it needs {features} feature dims, the tensor is {input.shape}", "a ragged dim is none")
-    return input._with(func(input.values, normalized_shape, weight, *args, **kwargs))
 
 
 # -- shapes of features

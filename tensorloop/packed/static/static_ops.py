@@ -173,9 +173,3 @@ def feature_dim(p: Any, dim: Any) -> int:
     if d < 2:
         raise refusal(f"dim {dim} is the {('batch', 'ragged')[d]} dim", f"it works on feature dims; else {_WHOLE}")
     return d - 1
-
-
-def check_first(p: Any, *others: Any) -> None:
-    """Raises where another argument than the first is packed."""
-    if not is_static(p) or any(is_static(x) for x in others):
-        raise refusal("only its input may be packed", "pass ordinary tensors for the rest")

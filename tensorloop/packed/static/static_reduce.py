@@ -1,13 +1,14 @@
 """Reductions of static packed tensors, softmax, and what goes along the rows."""
 
+from math import prod
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from tensorloop._common.errors import WrongType
-from tensorloop.packed.static.static_ops import feature_dim, find_dims, is_static
-from tensorloop.packed.table.base import refusal
+from tensorloop.packed.static.static_ops import feature_dim, find_dims
+from tensorloop.packed.table.base import refusal, restore_dims
 from tensorloop.packed.table.dispatch import handles
 
 
@@ -24,13 +25,7 @@ def _reduce(func: Any, p: Any, dim: Any, keepdim: bool, over_rows: Any) -> Any:
         rest = [d for d in range(1, values.dim()) if d not in features]
         inner = values.permute(0, *rest, *features).flatten(1 + len(rest))
         values = func(inner, (-1,), False)
-    return _keep_dims(over_rows(values), dims, keepdim)
-
-
-def _keep_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
-    for d in sorted(dims) if keepdim else ():
-        out = out.unsqueeze(d)
-    return out
+    return restore_dims(over_rows(values), dims, keepdim)
 
 
 @handles
@@ -47,8 +42,8 @@ def sum_or_mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *
         inner = tuple(sorted({max(d - 1, 0) for d in dims}))
         total = p.values.sum(inner)  # free entries are 0
         if mean:
-            total = total / (rows.offsets[-1] * _count(p, inner[1:])).to(total.dtype)
-        return _keep_dims(total, dims, keepdim)
+            total = total / (rows.offsets[-1] * prod(p.values.shape[d] for d in inner[1:])).to(total.dtype)
+        return restore_dims(total, dims, keepdim)
     plain = torch.mean if mean else torch.sum
 
     def over_rows(values: Tensor) -> Tensor:
@@ -56,13 +51,6 @@ def sum_or_mean(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *
         return total / rows.sizes(total) if mean else total
 
     return _reduce(plain, p, dim, keepdim, over_rows)
-
-
-def _count(p: Any, dims: tuple[int, ...]) -> int:
-    n = 1
-    for d in dims:
-        n *= p.values.shape[d]
-    return n
 
 
 @handles
@@ -79,13 +67,11 @@ def _amax(func: Any, input: Any, dim: Any = None, keepdim: bool = False, *, init
     dims = find_dims(input, dim)
     if {0, 1} <= set(dims):
         cleaned = input._rows.clean(values, end)
-        out = _keep_dims(plain(cleaned, tuple(sorted({max(d - 1, 0) for d in dims}))), dims, keepdim)
+        out = restore_dims(plain(cleaned, tuple(sorted({max(d - 1, 0) for d in dims}))), dims, keepdim)
     else:
         out = _reduce(plain, input, dim, keepdim, lambda x: input._rows.extreme(x, name, end))
     if initial is None:
         return out
-    if is_static(out):
-        return out.clamp(min=initial) if name == "amax" else out.clamp(max=initial)
     return torch.clamp(out, min=initial) if name == "amax" else torch.clamp(out, max=initial)
 
 

@@ -84,6 +84,12 @@ def _find_packed(x: Any, depth: int = _DEPTH) -> list[Any]:
     return [p for part in (x.values() if isinstance(x, dict) else x) for p in _find_packed(part, depth - 1)]
 
 
+def check_gradient(*given: Any) -> None:
+    """Raises where a gradient would be lost of what is given, an operation's arguments."""
+    if not is_recording():
+        refuse_lost_gradient(given)
+
+
 def refuse_lost_gradient(given: tuple[Any, ...]) -> None:
     """To be called where `is_recording()` is false: raises where that is so because a Function was given one of these.
 

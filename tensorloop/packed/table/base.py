@@ -19,12 +19,41 @@ else:
     _Base = object
 
 
-class Packed(_Base):
+class PackedFacts(_Base):
+    """The facts of values that are packed, with free entries or without."""
+
+    __slots__ = ()
+
+    values: Tensor
+
+    @property
+    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The number of dims, batch and ragged dim included."""
+        return self.values.dim() + 1
+
+    @property
+    def dtype(self) -> torch.dtype:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The dtype of the values."""
+        return self.values.dtype
+
+    @property
+    def device(self) -> torch.device:  # pyright: ignore[reportIncompatibleVariableOverride]
+        """The device of the values."""
+        return self.values.device
+
+    def dim(self) -> int:
+        """The number of dims, batch and ragged dim included.
+
+        Returns: an int.
+        """
+        return self.ndim
+
+
+class Packed(PackedFacts):
     """Values (N, *F) and the Dim that cuts them into rows. `packed.PackedTensor` is the public class above it."""
 
     __slots__ = ("__weakref__", "_dim", "values")
 
-    values: Tensor
     _dim: Dim
 
     def _with(self, values: Any, dim: Dim | None = None) -> Self:
@@ -43,11 +72,6 @@ class Packed(_Base):
     def shape(self) -> tuple[int, Any, *tuple[int, ...]]:
         """(B, None, *F). What stands for the ragged dim equals None; torch makes tensors by it, and it is no number."""
         return len(self._dim), RaggedSize(self._dim), *self.values.shape[1:]
-
-    @property
-    def ndim(self) -> int:  # pyright: ignore[reportIncompatibleVariableOverride]
-        """The number of dims, batch and ragged dim included."""
-        return self.values.dim() + 1
 
 
 def add_operators(kind: type, dispatch: Callable[[Any, tuple[Any, ...], dict[str, Any]], Any]) -> None:
@@ -103,10 +127,8 @@ class PackedView:
         raise NotImplementedError
 
 
-class StaticPacked:
+class StaticPacked(PackedFacts):
     """A packed tensor with free entries behind its rows. `static.StaticPackedTensor` is the public class."""
-
-    values: Tensor
 
 
 Handler = Callable[..., Any]
@@ -152,6 +174,13 @@ def find_dims(p: Packed, dim: Any) -> tuple[int, ...]:
     return numbers
 
 
+def restore_dims(out: Tensor, dims: tuple[int, ...], keepdim: bool) -> Tensor:
+    """The reduced dims back as 1."""
+    for d in sorted(dims) if keepdim else ():
+        out = out.unsqueeze(d)
+    return out
+
+
 def check_same_rows(first: Packed, other: Packed, what: str = "") -> None:
     """Raises where two packed tensors have not the same rows, naming the first that differs."""
     if not first._dim.same(other._dim):
@@ -165,7 +194,8 @@ def refusal(why: str, instead: str) -> WrongType:
 
 def check_only_first(first: Any, *others: Any) -> None:
     """Raises where another argument than the first is packed, or that one is not."""
-    if not is_packed(first) or any(is_packed(x) for x in others):
+    kinds = (Packed, StaticPacked)
+    if not isinstance(first, kinds) or any(isinstance(x, kinds) for x in others):
         raise refusal("only its input may be packed", "pass ordinary tensors for the rest")
 
 
@@ -184,6 +214,16 @@ def gives_view(key: Any) -> bool:
     keys = key[0] if isinstance(key, tuple) and len(key) == 1 else key
     keys = keys if isinstance(keys, tuple) else (keys,)
     return not any(isinstance(k, (list, range)) or getattr(k, "ndim", 0) for k in keys)
+
+
+def document_mask(rows: Tensor, causal: bool) -> Callable[..., Tensor]:
+    """mask_mod(b, h, q, kv) of FlexAttention over N entries, of these rows, as one sequence."""
+
+    def mask_mod(b: Tensor, h: Tensor, q: Tensor, kv: Tensor) -> Tensor:
+        same = rows[q] == rows[kv]
+        return same & (q >= kv) if causal else same
+
+    return mask_mod
 
 
 def is_of_rows(out: Any, dim: Dim) -> bool:

@@ -136,7 +136,7 @@ row(OTHER, "msort", "sort.msort", views=_BY_SORT)
 # -- features of each entry
 
 row(LAST, "linear", "features.linear", "batch", static="static_layers.linear")
-row(LAST, "layer_norm rms_norm", "features.norm", "batch", static="static_layers.norm")
+row(LAST, "layer_norm rms_norm", "features.norm", "batch", static="features.norm")
 row(LAST, "embedding", "features.embedding", "batch, begins, of numbers", static="static_layers.embedding")
 row(LAST, "cdist", "features.cdist", "batch")
 row(OTHER, "prelu", "features.prelu", "batch", channels="statistics.prelu", views=_OF_DIM_1)
@@ -219,7 +219,7 @@ row(OTHER, "einsum", "between.einsum", views="between.einsum", scores="between.e
 
 # -- facts, copies, new tensors
 
-_FACTS = {SCORES: "score_ops.of_values", VIEWS: "reordered.of_values"}
+_FACTS = dict.fromkeys((SCORES, VIEWS), "attributes.of_values")
 row(WHOLE, "is_floating_point is_complex", "attributes.of_values", "fact", **_FACTS)
 row(WHOLE, "is_contiguous", "attributes.of_values", "fact", **_FACTS)
 row(WHOLE, "is_signed is_inference element_size get_device nelement numel item", "attributes.of_values", **_FACTS)

@@ -31,10 +31,7 @@ def as_one(x: Any, what: str, least: int = 1) -> int:
     given: list[Any] = list(x) if isinstance(x, Sequence) and not isinstance(x, str) else [x]
     if len(given) != 1:
         raise WrongValue(f"{what} must be one int, got {x}; time is the one dim of a window")
-    n = arguments.as_int(given[0], what)
-    if n < least:
-        raise WrongValue(f"{what} must be at least {least}, got {n}")
-    return n
+    return arguments.at_least(least, given[0], what)
 
 
 def as_image(values: Tensor) -> Tensor:

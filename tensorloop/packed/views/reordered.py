@@ -21,14 +21,7 @@ from tensorloop.packed.scores.scores import PackedScores
 from tensorloop.packed.table import operations
 from tensorloop.packed.table.any_order import AnyOrder
 from tensorloop.packed.table.assign import assign
-from tensorloop.packed.table.base import (
-    Handler,
-    Packed,
-    PackedView,
-    is_packed,
-    not_in_place,
-    refusal,
-)
+from tensorloop.packed.table.base import Handler, Packed, PackedView, is_packed, not_in_place, refusal
 from tensorloop.packed.table.dispatch import HANDLED, dispatch, find_dim_parameter, handles, lacks, runs
 from tensorloop.packed.table.layout import ViewLayout, layout_of, makes_views, turn_back, turn_tensor, unwrap
 from tensorloop.packed.table.operations import TABLE
@@ -167,12 +160,6 @@ def _is_left_aligned(func: Any, *args: Any) -> bool:
 def _write(func: Any, input: Any, key: Any, value: Any) -> None:
     """x[key] = value: changes in place the entries that x[key] has."""
     assign(input, key, value)
-
-
-@handles
-def _of_values(func: Any, input: Any, *args: Any, **kwargs: Any) -> Any:
-    """Returns what torch says of the values."""
-    return func(input.packed.values, *args, **kwargs)
 
 
 @runs(VIEWS)
