@@ -6,6 +6,7 @@ makes of it, nor how fast that is.
 
 import ctypes
 import dataclasses
+import functools
 import random
 import threading
 from array import array
@@ -48,6 +49,7 @@ class Lanes:
         options = binding.create_pipeline_tuning_options(speed_level=level)
         builder = binding.create_pass_builder(machine, options)
         builder.getModulePassManager().run(parsed, builder)
+        _add_conversion(binding, here)
         self._engine = binding.create_mcjit_compiler(parsed, machine)
         self._engine.finalize_object()
         at, place, word = self._engine.get_function_address, ctypes.c_void_p, ctypes.c_int64
@@ -83,6 +85,31 @@ class Lanes:
         assert all(map(self._done, handles.values())), "lanes do not wait at the same places"
         for handle in handles.values():
             self._destroy(handle)
+
+
+# From a double to half a float: a device has an instruction for it, and here LLVM calls a library that is not there.
+# By way of memory, so that LLVM does not make one conversion of two again.
+_CONVERSION = """
+define half @__truncdfhf2(double %x) {
+  %place = alloca float
+  %single = fptrunc double %x to float
+  store volatile float %single, ptr %place
+  %again = load volatile float, ptr %place
+  %found = fptrunc float %again to half
+  ret half %found
+}
+"""
+
+
+@functools.cache
+def _add_conversion(binding: Any, here: Any) -> Any:
+    machine = binding.Target.from_triple(here.triple).create_target_machine(
+        cpu=here.cpu, features=here.features, jit=True
+    )
+    engine = binding.create_mcjit_compiler(binding.parse_assembly(_CONVERSION), machine)
+    engine.finalize_object()
+    binding.add_symbol("__truncdfhf2", engine.get_function_address("__truncdfhf2"))
+    return engine
 
 
 @dataclasses.dataclass
