@@ -30,7 +30,7 @@ NATIVE = (
     "test_compiled_arrays.py::test_threads_share_rows",
     "test_compiled_checkpoints.py::test_blocks_of_large_carries_are_short",
     "test_compiled_checkpoints.py::test_a_budget_bounds_what_is_held_and_the_block",
-    "test_compiled_checkpoints.py::test_two_backward_passes_keep_no_more",  # to the last bit, whatever order lanes go in
+    "test_compiled_checkpoints.py::test_two_backward_passes_keep_no_more",  # bit for bit, in any order
     "test_compiled_complex.py::test_a_transform_is_part_of_the_machine_code",
     "test_emitter_random.py::test_threads_do_a_random_step_together",
     "test_compiled_explain.py::test_a_loop_of_the_host_is_explained_on_a_device",
