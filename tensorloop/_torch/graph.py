@@ -1,7 +1,8 @@
 """Autograd's graph: its nodes from outputs towards leaves, in which order they were made, and what they keep.
 
 Each thread numbers the nodes that it makes, in order. Private names of torch, tried with 2.11 to 2.15:
-`torch.autograd._get_sequence_nr`, `Node._sequence_nr`, `Node._saved_*`.
+`torch.autograd._get_sequence_nr`, `Node._sequence_nr`, `Node._saved_*`,
+`torch._C._autograd._top_saved_tensors_default_hooks`.
 """
 
 import weakref
@@ -95,11 +96,20 @@ def leads_to(start: Node, leaves: Collection[int], nodes: Collection[Node] = ())
     return any(node is not start and (node in nodes or id(leaf_of(node)) in leaves) for node in walk([start]))
 
 
-def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> int:
-    """Bytes that the graph of a step keeps for its backward, each storage once, without what the body closes over."""
+def saving_is_hooked() -> bool:
+    """Whether hooks are told of what autograd saves."""
+    return torch._C._autograd._top_saved_tensors_default_hooks(False) is not None  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor], beside: Iterable[Tensor]) -> int:
+    """Bytes that the graph of a step keeps for its backward, each storage once, without what the body closes over.
+
+    `beside`: what is held with the graph, and counted, too.
+    """
     outside = {transforms.storage(x)._cdata for x in captured}
     inside = walk([x.grad_fn for x in outputs if x.grad_fn is not None], lambda edge: leaf_of(edge[0]) is None)
     storages = [transforms.storage(x) for node in inside for x in _saved(node)]
+    storages += [transforms.storage(x) for x in beside]
     return sum({x._cdata: x.nbytes() for x in storages if x._cdata not in outside}.values())
 
 

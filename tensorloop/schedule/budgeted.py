@@ -45,11 +45,10 @@ class Budgeted(Schedule):
 
     Example:
         >>> plan = tl.schedule.Budgeted(40, carry=1, residuals=8)
-        >>> [*plan.sweep(12)]
-        [Snapshot(step=0), Advance(start=0, stop=4), Snapshot(step=4), Advance(start=4, stop=8), Snapshot(step=8), \
-Advance(start=8, stop=12, keep=True)]
+        >>> list(plan.sweep(12))[-2:]
+        [Snapshot(step=8), Advance(start=8, stop=12, keep=True)]
         >>> [tl.schedule.advances(tl.schedule.Budgeted(n, 1, 8), 12) for n in (8, 16, 40, 96)]
-        [28, 17, 8, 0]
+        [66, 11, 8, 0]
     """
 
     def __init__(self, budget: int, carry: int, residuals: int) -> None:

@@ -17,7 +17,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "compiler": (13, 7, 44),
     "compiler.divide": (6, 4, 5),
     "compiler.emitter": (5, 4, 7),
-    "compiler.emitter.device": (13, 7, 28),
+    "compiler.emitter.device": (14, 7, 30),
     "compiler.emitter.ir": (7, 3, 5),
     "compiler.emitter.lower": (11, 5, 20),
     "compiler.emitter.write": (17, 4, 34),
@@ -31,7 +31,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "kernels.cpu": (20, 4, 51),
     "kernels.eager": (11, 2, 2),
     "loop": (33, 12, 140),
-    "loop.checkpoint": (30, 11, 76),
+    "loop.checkpoint": (30, 11, 78),
     "loop.compiled": (8, 6, 14),
     "loop.compiled.in_graphs": (4, 3, 4),
     "loop.compiled.look": (23, 12, 62),
@@ -53,7 +53,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "packed.time": (6, 2, 3),
     "packed.views": (2, 1, 0),
     "risk": (4, 2, 2),
-    "schedule": (7, 5, 14),
+    "schedule": (8, 5, 16),
     "tensor_array": (14, 6, 29),
 }
 

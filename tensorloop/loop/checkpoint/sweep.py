@@ -3,19 +3,21 @@
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse
 from tensorloop._torch import graph, transforms
+from tensorloop._torch.graph import saving_is_hooked
 from tensorloop._torch.versions import Versions, read_version
 from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
-from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves
+from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves, flags_of
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
 from tensorloop.loop.checkpoint.sweep_result import Inputs, Output, SweepResult
@@ -45,7 +47,8 @@ class Sweep:
         self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
         self.waiting: list[Any] = []  # ys of known steps that are yet to be copied
         self.after_known: Callable[[int, list[Any], Any], bool] | None = None
-        self.residual_bytes = 0  # of the first step, where a budget asks for it
+        self.residual_bytes = 0  # of the first step, or the second, where a budget asks for it
+        self.measured = False  # whether the steps after it carry the same gradients
         self.kept: dict[tuple[int, int], Recomputed] = {}  # steps that ran with residuals: (first, end)
 
     def run(self, progress: Any) -> State:
@@ -76,6 +79,7 @@ class Sweep:
             self.constants = self.steps.body.forget()
             _leaving.warn(self.steps.name, self.steps.body.root[1], leaving)
         finally:
+            self.after_known = None  # which holds this sweep, and so what its snapshots hold
             self.conditions.given = (None, None)
             self.steps.let_go()
             captures.end_sweep()
@@ -132,11 +136,16 @@ class Sweep:
             return
         yield schedule.Snapshot(0)
         yield schedule.Advance(0, 1)
+        if not self.measured:  # the carry has a gradient from the second step on
+            yield schedule.Advance(1, 2)
         assert isinstance(self.plan, Checkpoints)
         assert self.plan.budget is not None
         self.schedule = self._schedule_within(self.plan.budget, max(_bytes_of(state), 1), self.plan.residuals)
+        skipped = set[int]()  # snapshots before the step at hand, which nobody has taken
         for action in self.schedule.sweep(self.length):
-            if not (isinstance(action, schedule.Snapshot) and action.step == 0):
+            if isinstance(action, schedule.Snapshot) and action.step < self.loop.taken:
+                skipped.add(action.step)
+            elif not (isinstance(action, schedule.Drop) and action.step in skipped):
                 yield action
 
     def _schedule_within(self, budget: int, carry: int, residuals: int | None) -> Schedule:
@@ -155,7 +164,8 @@ class Sweep:
         """
         while self.loop.taken < stop:
             if self.steps.knows(state):
-                keep = keep and self.loop.cond is self.loop.until is None
+                # Hooks would take what is kept for another's, such as the checkpoint of torch's around the loop.
+                keep = keep and self.loop.cond is self.loop.until is None and not saving_is_hooked()
                 return (self._keep if keep else self._advance_known)(state, stop, progress)
             state = self._step(self.loop.taken, state)
             self.loop.taken += 1
@@ -215,7 +225,9 @@ class Sweep:
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if self.schedule is None:
-            self.residual_bytes = graph.residual_bytes(outputs, captures.tensors())
+            held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
+            self.residual_bytes = graph.residual_bytes(outputs, captures.tensors(), held)
+            self.measured = flags_of(state) == flags_of(after)
             return after
         return steps.learn(t, state, after, leaves, row)
 

@@ -18,18 +18,24 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
 from tensorloop._torch import graph
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import without_graph
+from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.snapshots import State, TriedStep, bits_of, flags_of, same_bits
 from tensorloop.loop.effects.known import tells_numbers
 from tensorloop.loop.loop import Body, Loop
 
 _PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.device, torch.layout, torch.Size)
+
+# What draws as many numbers as tensors say, none where these are 0; operators of others' may, too.
+_MAY_DRAW = frozenset({"poisson", "binomial"})
+_OF_MEMORY = frozenset({"storage_offset"})  # slices are views in known steps, and copies in others
 
 
 class Unwatched:
@@ -56,13 +62,16 @@ class _Log(TorchFunctionMode):
         super().__init__()
         self.calls: list[Any] = []
         self.told = False  # whether Python was told of numbers in tensors, so that other steps may go another way
+        self.may_draw = False  # whether another step may draw random numbers where this one draws none
         self.numbers = {id(x): k for k, x in enumerate(given)}  # of tensors that the step was given or made
         self.held: list[Any] = []  # so that no id comes twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.held.append(out)
-        self.told = self.told or tells_numbers(func, args, kwargs or {}, out)
+        name = getattr(func, "__name__", "")
+        self.told = self.told or name in _OF_MEMORY or tells_numbers(func, args, kwargs or {}, out)
+        self.may_draw = self.may_draw or name in _MAY_DRAW or isinstance(func, (OpOverload, OpOverloadPacket))
         given = self._said((args, kwargs))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor):
@@ -98,7 +107,7 @@ def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[A
         return None
     finally:
         surroundings.restore({}, surroundings.cuda)
-    draws = moved.differs(surroundings) or loop.cond is not None or loop.until is not None
+    draws = moved.differs(surroundings) or with_graph.may_draw or loop.cond is not None or loop.until is not None
     return TriedStep(flags_of(state), with_graph.nodes, draws, captures.calls[-1])
 
 
@@ -112,11 +121,15 @@ class _Trial:
         with log:
             self.new, y = loop.step(t, *copies)
         self.nodes, self.calls, self.told = graph.next_number() - first, log.calls, log.told
+        self.may_draw = log.may_draw
         self.ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
 
     def is_as(self, other: "_Trial") -> bool:
         """Whether another did and gave the same, and both changed nothing of what they were given."""
         if self.calls != other.calls or any(isinstance(y, Tensor) and y._backward_hooks for _, y in self.given):
+            return False
+        # The graph of a view is made again where its base was changed since: a step would have other nodes.
+        if any(isinstance(x, Tensor) and x._base is not None and read_version(x._base) for x in self.new):
             return False
         gave = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
         return _are_same([*self.given, *other.given, *gave])
