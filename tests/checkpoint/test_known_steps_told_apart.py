@@ -139,3 +139,22 @@ def test_outputs_that_residuals_hold_are_counted(budget: int) -> None:
         out = tl.scan(body, torch.zeros(8, requires_grad=True), xs, checkpoints=tl.Checkpoints(budget=budget))
     assert out[1].nbytes == 12_800_000
     assert tracker.live <= out[1].nbytes + budget
+
+
+@pytest.mark.parametrize("plan", PLANS, ids=str)
+def test_replays_have_the_default_dtype_of_the_loop(plan: Any) -> None:
+    h, w = given()
+    xs = torch.randn(T, 3, dtype=D)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        return torch.tanh(h @ w * 0.3 * (torch.tensor(0.1).double() * 1e9).frac() + x), None
+
+    expected = torch.autograd.grad(plain(body, h, xs).sum(), (h, w))
+    out, _ = tl.scan(body, h, xs, checkpoints=plan)
+    torch.set_default_dtype(D)
+    try:
+        found = torch.autograd.grad(out.sum(), (h, w))
+        assert torch.get_default_dtype() is D
+    finally:
+        torch.set_default_dtype(torch.float32)
+    torch.testing.assert_close(found, expected)

@@ -1,4 +1,4 @@
-"""What a body's result may depend on besides its arguments: random numbers, autocast, the default device.
+"""What a body's result may depend on besides its arguments: random numbers, autocast, default device and dtype.
 
 An `AmbientState` is set once for all replays of a loop. An `RngState` is kept with every snapshot and set when it is
 restored.
@@ -59,10 +59,11 @@ class DefaultDevice:
 
 
 class AmbientState:
-    """Keeps the surroundings of a loop when it begins (autocast, default device, stand-ins) for its replays."""
+    """Keeps the surroundings of a loop when it begins (autocast, defaults, stand-ins) for its replays."""
 
     def __init__(self) -> None:
         self.substitutions, self.autocast, self.device = ActiveSubstitutions(), Autocast(), DefaultDevice()
+        self.dtype = torch.get_default_dtype()
 
     @contextmanager
     def begun(self) -> Iterator[None]:
@@ -77,8 +78,15 @@ class AmbientState:
     @contextmanager
     def restored(self) -> Iterator[None]:
         """Around a replay."""
-        with self.substitutions.restored(), self.begun(), self.device.restored(), transforms.random_numbers_allowed():
-            yield
+        now = torch.get_default_dtype()
+        with ExitStack() as stack:
+            if now is not self.dtype:  # only then: it is that of all threads
+                stack.callback(torch.set_default_dtype, now)
+                torch.set_default_dtype(self.dtype)
+            for one in (self.substitutions.restored(), self.begun(), self.device.restored()):
+                stack.enter_context(one)
+            with transforms.random_numbers_allowed():
+                yield
 
 
 class GpuStates:

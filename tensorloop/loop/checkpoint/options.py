@@ -21,7 +21,7 @@ class Checkpoints:
     Args:
         k: int, the most carries held at once, the first one included. `checkpoints=16` is short for
             `Checkpoints(k=16)`.
-        budget: int, bytes. The first step is measured: its carry, and what it saves for backward (its residuals). Then
+        budget: int, bytes. A first step is measured: its carry, and what it saves for backward (its residuals). Then
             residuals of the last steps are kept where they fit, so that backward does not run those again, and carries
             before them (`tl.schedule.Budgeted`; where the length is not known, `Blocks` of `Online`). Two carries and
             one step's residuals are set aside for the step at hand. A budget too small for any of this has one carry
