@@ -15,16 +15,14 @@ from tensorloop.compiler.emitter.device.devices import Coroutines, Nvptx
 from tensorloop.compiler.emitter.device.kernel_plan import KernelPlan
 from tensorloop.compiler.emitter.lowered import lowered
 from tensorloop.compiler.step import Step, Unsupported
-from tensorloop.compiler.targets.cpu import native_core
 from tensorloop.compiler.targets.cpu.host import host
-from tensorloop.compiler.targets.eager import EagerCore
 from tensorloop.compiler.targets.ptx import made
 from tensorloop.compiler.targets.ptx.driver import DeviceFacts
-from tensorloop.loop.compiled.run.plan import plans
 from tests.compiler.test_device_arrays import Made, lanes
 from tests.support.lane_races import unneeded_waits
 from tests.support.lanes import LanesCore
 from tests.support.ptx_checks import ARCHITECTURES, check_ptx
+from tests.support.ptxas import steps_made
 from tests.support.recurrences import Given, assert_same, recurrence
 
 D = torch.float64
@@ -154,20 +152,7 @@ def test_a_group_has_several_rows_and_heads(name: str, layout: str, most: int, g
 
 def steps_of(name: str, layout: str, *sizes: Any) -> list[Step]:
     """The steps of a loop forward and backward; nothing of it is run."""
-    found: list[Step] = []
-
-    def noted(step: Step, **_: object) -> EagerCore:
-        found.append(step)
-        return EagerCore(step)
-
-    native_core.instead.append(noted)  # pyright: ignore[reportArgumentType]
-    plans.clear()
-    try:
-        outcome(name, layout, *sizes, compile="strict")
-    finally:
-        native_core.instead.pop()
-        plans.clear()
-    return found
+    return steps_made(lambda: outcome(name, layout, *sizes, compile="strict"))
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -99,8 +99,8 @@ def assembled(text: DeviceText, arch: str) -> Needs:
     return Needs(int(registers), spilled, text.scratch if text.local else 0, text.lanes)
 
 
-def steps_of(name: str, dtype: torch.dtype) -> list[Step]:
-    """The steps of a case of compiled loops, forward and backward."""
+def steps_made(run: Callable[[], object]) -> list[Step]:
+    """The steps of the compiled loops that `run` asks for, forward and backward; none of it is run natively."""
     found: list[Step] = []
 
     def noted(step: Step, **_: object) -> EagerCore:
@@ -110,11 +110,16 @@ def steps_of(name: str, dtype: torch.dtype) -> list[Step]:
     native_core.instead.append(noted)  # pyright: ignore[reportArgumentType]
     plans.clear()
     try:
-        outcome(CASES[name], dtype, True)
+        run()
     finally:
         native_core.instead.pop()
         plans.clear()
     return found
+
+
+def steps_of(name: str, dtype: torch.dtype) -> list[Step]:
+    """The steps of a case of compiled loops, forward and backward."""
+    return steps_made(lambda: outcome(CASES[name], dtype, True))
 
 
 def texts(step: Step, arch: str) -> DeviceText:

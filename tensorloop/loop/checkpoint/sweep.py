@@ -238,7 +238,7 @@ class Sweep:
         return state, self._ask(state) if self.loop.cond is self.loop.until is None else self.loop.going
 
     def _keep(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
-        """As `_advance_known`, of steps whose residuals are kept."""
+        """Runs known steps and keeps their residuals: (the state after them, whether the loop goes on)."""
         known, start = self.steps.known, self.loop.taken
         assert known is not None
         leaves, recorded, tokens = as_leaves(state)

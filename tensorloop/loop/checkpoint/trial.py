@@ -35,7 +35,6 @@ _PLAIN = (int, float, complex, bool, str, type(None), slice, torch.dtype, torch.
 
 # What draws as many numbers as tensors say, none where these are 0; operators of others' may, too.
 _MAY_DRAW = frozenset({"poisson", "binomial"})
-_OF_MEMORY = frozenset({"storage_offset"})  # slices are views in known steps, and copies in others
 
 
 class Unwatched:
@@ -69,9 +68,9 @@ class _Log(TorchFunctionMode):
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.held.append(out)
-        name = getattr(func, "__name__", "")
-        self.told = self.told or name in _OF_MEMORY or tells_numbers(func, args, kwargs or {}, out)
-        self.may_draw = self.may_draw or name in _MAY_DRAW or isinstance(func, (OpOverload, OpOverloadPacket))
+        self.told = self.told or tells_numbers(func, args, kwargs or {}, out)
+        drawing = getattr(func, "__name__", "") in _MAY_DRAW or isinstance(func, (OpOverload, OpOverloadPacket))
+        self.may_draw = self.may_draw or drawing
         given = self._said((args, kwargs))
         for x in out if isinstance(out, (tuple, list)) else (out,):
             if isinstance(x, Tensor):
