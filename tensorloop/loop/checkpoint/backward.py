@@ -14,7 +14,6 @@ from torch import Tensor
 from tensorloop import schedule
 from tensorloop._common.progress import Progress
 from tensorloop._torch import transforms
-from tensorloop._torch.engine import gradients
 from tensorloop.loop.checkpoint.in_order import reversal, singly
 from tensorloop.loop.checkpoint.replay import Replay
 from tensorloop.loop.checkpoint.snapshots import State
@@ -131,6 +130,7 @@ class Reversal:
             wanted = [*(x for _, x in step.inputs), *(x for _, _, x in step.rows)]
             if swept.inputs.arrays:
                 wanted += [a.stand_in for a in swept.inputs.arrays if a.stand_in is not None]
+            gradients = self.replay.steps.body.gradients
             found = iter(differentiate(gradients, outputs, wanted, grads, swept.inputs.captures, swept.substitutes))
             for i, _ in step.inputs:
                 if (grad := next(found)) is not None:

@@ -49,6 +49,7 @@ class Replay:
         try:
             with library_code(), running(), self.steps.ambient.restored(), torch.enable_grad(), captures.as_then():
                 yield
+            swept.constants.check()  # the backward of a custom Function, or a hook, may have changed them
         finally:
             here.replays -= 1
             self.steps.let_go()

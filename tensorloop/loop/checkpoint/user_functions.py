@@ -8,13 +8,15 @@ from torch import Tensor
 from tensorloop._common import pytree
 from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
+from tensorloop._torch import engine
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.constants import Constants
+from tensorloop.loop.checkpoint.snapshots import same_bits
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Judge
-from tensorloop.loop.effects.notes import StepNotes, Ways
+from tensorloop.loop.effects.notes import OfBackward, StepNotes, Ways
 from tensorloop.loop.effects.reads import Reads
 from tensorloop.loop.known_reads import known_reads, root_of, roots_of
 from tensorloop.loop.loop import Body, Loop
@@ -29,6 +31,9 @@ class Watched:
         self.fills = False  # whether the last step has set what it found missing: there a replay may go another way
         self.foreign: tuple[Tensor, int] | None = None  # a leaf of the carry that a step gave and had not made
         self.notes, self.paths = loop.notes or StepNotes(), Ways()
+        # Of the user's functions that differentiate steps: custom Functions, hooks. Only where steps have written.
+        self._backward: OfBackward | None = None
+        self._backward_paths = Ways()
         self.loop, self.root = loop, root_of(loop)
         # Whether all steps go one way, of which nothing is left to see: as those of an earlier loop that was followed.
         self._earlier = known_reads.find(self.root, loop)
@@ -61,6 +66,7 @@ class Watched:
         if seen and not (self.notes.wrote() or self.captures.generators or self.foreign):
             known_reads.add(self.root, self.loop, self.reads, None)
         self.reads.end()
+        self._backward = OfBackward(self.notes) if self.notes.wrote() else None
         self.notes = StepNotes()
         return Constants(self.reads, roots_of(self.loop))
 
@@ -75,6 +81,7 @@ class Watched:
             self.captures.judge = None
             if out is not None and self.foreign is None:
                 self.foreign = _foreign(judge, out[0], args)
+            scripted = _changed(judge.scripted)
             judge.end()
             self.paths.next(self.notes.news)
             self.fills = self.notes.fills
@@ -82,7 +89,34 @@ class Watched:
             self.is_known = self.alike and self.paths.settled and not told
             self.notes.next()
         _refuse(judge, self.notes)
+        if scripted is not None:
+            raise Misuse(
+                f"the body calls a scripted module, which changes its buffer {scripted}, and would change it again in "
+                f"backward, which runs steps again; call eval() of it before the loop, or use the module that was "
+                f"scripted"
+            )
         return out
+
+    def gradients(self, *args: Any) -> Any:
+        """`engine.gradients` of steps: what it calls of the user's must not use what steps have written."""
+        notes, paths = self._backward, self._backward_paths
+        if notes is None or paths.all_known():
+            return engine.gradients(*args)
+        judge, found = Judge(notes, paths), ()
+        try:
+            with following(judge):
+                found = engine.gradients(*args)
+        finally:
+            judge.end()
+            paths.next()
+        _refuse(judge, notes)
+        return found
+
+
+def _changed(scripted: list[tuple[str, Tensor, Tensor]]) -> str | None:
+    """The name of a buffer that is no longer as its copy."""
+    with unseen():
+        return next((name for name, x, was in scripted if not same_bits(x, was)), None)
 
 
 def noted(body: Body, notes: StepNotes) -> Body:

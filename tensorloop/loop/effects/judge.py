@@ -120,7 +120,10 @@ class Judge(Stores):
             return self._of(frame, args[0], f.__name__, args[1:]) if args else None
         if known.in_python(kind, "__call__") or known.is_torchs(kind) or kind.__name__ in _HARMLESS:
             self.kept.whole(f, kind.__name__ not in _HARMLESS)
-            return self._arguments(frame, "", args) if self.notes is not None else None
+            if self.notes is not None:
+                self._scripted(f)
+                self._arguments(frame, "", args)
+            return None
         if kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
             return self._of_numpy(frame, f, args, names)
         if kind.__module__ == "operator" or kind.__name__ == "methodcaller":
@@ -150,6 +153,15 @@ class Judge(Stores):
                 self.refuse(frame, f"calls {name}() of a module from outside")
         elif self.notes is not None:
             self._arguments(frame, "", args)
+
+    def _scripted(self, f: Any) -> None:
+        """Notes what TorchScript may change: it calls no function that a watch would see."""
+        modules = dict(f.named_modules()) if isinstance(f, nn.Module) else {}
+        with unseen():
+            for path, module in modules.items():
+                if isinstance(module, torch.jit.ScriptModule):
+                    found = module.named_buffers(path, recurse=False)
+                    self.scripted += [(name, x, x.clone()) for name, x in found]
 
     def _torchs_state(self, frame: _Frame, said: str, name: str) -> None:
         seeds = name in known.SEEDS and not self.writers() and not known.restores(frame)

@@ -37,6 +37,7 @@ class StepNotes:
     """Keeps what steps wrote and read so far: which objects, and of each a name, a key, or one of the words above."""
 
     writers = True  # whether what only writes may run: print, logging
+    refuses = True  # whether what a judge refuses is refused
 
     def __init__(self) -> None:
         self.step = 0
@@ -101,6 +102,30 @@ class StepNotes:
         wrote = bool(self._before)
         self._before.clear()
         return wrote
+
+
+class OfBackward(StepNotes):
+    """The notes of functions that differentiate steps: once each and in order, so that they may do whatever they like.
+
+    But for what the steps read and write, which stand in `steps`: those run again in between.
+    """
+
+    refuses = False
+
+    def __init__(self, steps: StepNotes) -> None:
+        super().__init__()
+        self._steps = steps
+
+    def writes(self, owner: Any, name: Any, was: Any, anew: bool = True) -> bool:
+        """As of all notes."""
+        self.refuses |= (id(owner), name) in self._steps._read
+        return not self.refuses
+
+    def reads(self, owner: Any, name: Any) -> bool:
+        """As of all notes."""
+        written = self._steps._written.get((id(owner), name))
+        self.refuses |= written is not None and not written[2]
+        return not self.refuses
 
 
 class Undone(StepNotes):

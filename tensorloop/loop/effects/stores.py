@@ -70,6 +70,7 @@ class Stores:
         self.carried = set[int]()  # `__dict__`s of objects whose attributes are in a carry, by id
         self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
+        self.scripted: list[tuple[str, Tensor, Tensor]] = []  # buffers of scripted modules that were called, copies
         self.cached = set[int]()  # codes of functions whose results an `lru_cache` keeps, by id
         self._contexts = dict[int, tuple[ContextVar[Any], Any, Any, Effect]]()  # those set, as they were
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
@@ -90,6 +91,7 @@ class Stores:
         """The step is over. Frames hold whoever follows them, and that this: so nothing else is held from here on."""
         self.finish()
         self.begun, self._older_dicts, self._young, self._mark, self.given_here = {}, {}, None, None, ()
+        self.scripted.clear()
         self.kept.is_new = None
         if self.seen is not None:
             self.seen.__traceback__ = None
@@ -112,7 +114,7 @@ class Stores:
 
     def refuse(self, frame: _Frame, what: str, appeared: bool = False) -> None:
         """Ends the step here, but where a module is imported."""
-        if known.imports(frame):
+        if known.imports(frame) or not (self.notes is None or self.notes.refuses):
             return
         place = known.users(frame)
         module = known.module_of(place)
