@@ -350,7 +350,8 @@ def test_transforms() -> None:
     each = [theirs(x, h) for x in stacked]
     assert_same(torch.func.vmap(ours, (0, None))(stacked, h), torch.stack(each))
     per_sample = torch.func.vmap(torch.func.grad(ours), (0, None))(stacked, h)
-    assert_same(per_sample, torch.stack([torch.func.grad(theirs)(x, h) for x in stacked]))
+    # Twice as large weights make sines of large numbers: batched products, rounded otherwise, show.
+    assert_same(per_sample, torch.stack([torch.func.grad(theirs)(x, h) for x in stacked]), 1e-10)
     assert_same(torch.func.jacrev(ours)(detached, h), torch.func.jacrev(theirs)(detached, h))
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.autograd import grad, gradcheck, gradgradcheck
@@ -285,6 +285,8 @@ def test_loops_in_loops_over_one_module(outer: Any, inner: Any) -> None:
 
 
 @settings(max_examples=30, deadline=None)
+@example(kinds=["dict", "dict"], length=5, checkpoints=1, reverse=False)  # a loop whose steps are known then, and
+@example(kinds=["int"], length=5, checkpoints=1, reverse=False)  # one with the same functions and another carry
 @given(
     kinds=st.lists(
         st.sampled_from(["none", "missing", "tensor", "empty", "list", "dict", "in place", "int"]), max_size=4

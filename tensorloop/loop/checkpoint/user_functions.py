@@ -13,7 +13,6 @@ from tensorloop._torch.overrides import unseen
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.constants import Constants
-from tensorloop.loop.checkpoint.snapshots import same_bits
 from tensorloop.loop.effects.follow import following
 from tensorloop.loop.effects.judge import Judge
 from tensorloop.loop.effects.notes import OfBackward, StepNotes, Ways
@@ -81,7 +80,7 @@ class Watched:
             self.captures.judge = None
             if out is not None and self.foreign is None:
                 self.foreign = _foreign(judge, out[0], args)
-            scripted = _changed(judge.scripted)
+            scripted = judge.changed_by_script()
             judge.end()
             self.paths.next(self.notes.news)
             self.fills = self.notes.fills
@@ -111,12 +110,6 @@ class Watched:
             paths.next()
         _refuse(judge, notes)
         return found
-
-
-def _changed(scripted: list[tuple[str, Tensor, Tensor]]) -> str | None:
-    """The name of a buffer that is no longer as its copy."""
-    with unseen():
-        return next((name for name, x, was in scripted if not same_bits(x, was)), None)
 
 
 def noted(body: Body, notes: StepNotes) -> Body:

@@ -163,6 +163,12 @@ class Judge(Stores):
                     found = module.named_buffers(path, recurse=False)
                     self.scripted += [(name, x, x.clone()) for name, x in found]
 
+    def changed_by_script(self) -> str | None:
+        """The name of a buffer that a scripted module has changed."""
+        with unseen():
+            changed = (not torch.allclose(x, was, 0, 0, equal_nan=True) for _, x, was in self.scripted)
+            return next((name for (name, _, _), differs in zip(self.scripted, changed, strict=True) if differs), None)
+
     def _torchs_state(self, frame: _Frame, said: str, name: str) -> None:
         seeds = name in known.SEEDS and not self.writers() and not known.restores(frame)
         if name in known.TORCHS_STATE or seeds:

@@ -33,6 +33,7 @@ _STANDARD = words(
 # What only writes or waits, so that loops with checkpoints may do it: no step reads what they note.
 _WRITERS = frozenset({"logging", "tqdm", "warnings", "threading", "concurrent"})
 _COMPILED = ("__compiled_fn", "__resume_at", "torch_dynamo_resume")  # names in code of torch.compile's
+_NAMED_TUPLES = "namedtuple_"  # what a module is called in which a named tuple's `__new__` is made, for any library
 _IMPORTS = frozenset({"importlib._bootstrap", "importlib._bootstrap_external"})
 
 PLAIN = (int, float, complex, bool, str, bytes, type(None), tuple, frozenset, range, slice)
@@ -177,7 +178,7 @@ def module_of(frame: types.FrameType) -> str:
 def is_trusted(name: str, writers: bool = False) -> bool:
     """Whether the code of a module is not followed; `writers` says whether that goes for what only writes."""
     root = name.partition(".")[0]
-    if name in _STANDARD or (writers and root in _WRITERS):
+    if name in _STANDARD or (writers and root in _WRITERS) or name.startswith(_NAMED_TUPLES):
         return True
     return root in LIBRARIES and not name.startswith(_NOT_TRUSTED)
 

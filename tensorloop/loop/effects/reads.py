@@ -69,6 +69,8 @@ class Reads:
 
     def hold(self, roots: Sequence[Any]) -> bool:
         """Whether all that was read is the same, in a loop with these functions."""
+        if len(roots) != self._roots:  # another carry: its numbers and objects are among them
+            return False
         values = [*roots]
         for parent, fetch, key, matches, expected in self._nodes:
             value = fetch(values[parent], key)
