@@ -18,6 +18,7 @@ import tensorloop as tl
 from tensorloop import Checkpoints, schedule
 from tensorloop.memory import collector_off, saved
 from tests.support.loop_cases import randn, rotate
+from tests.support.schedule_checks import bytes_of_a_step
 
 B, D = 4, 8
 CARRY = B * D * 4
@@ -129,15 +130,11 @@ def test_values_come_back_as_they_were(offload: str, dtype: torch.dtype, tmp_pat
 # -- a budget becomes a schedule
 
 
-@pytest.mark.parametrize("carries", [0.5, 2.9, 5, 10, 10.9, 40, 200])
+@pytest.mark.parametrize("carries", [0, 0.9, 2, 6, 40, 200])
 @pytest.mark.parametrize("known", [True, False])
 def test_a_budget_is_spent_on_residuals_and_carries(carries: float, known: bool) -> None:
     """A step's graph keeps two tensors of the carry's size. Steps of these loops keep nothing in the sweep."""
-    body, x, budget = Body(), torch.randn(B, D, requires_grad=True), int(carries * CARRY)
-    room = max(budget - 4 * CARRY, 2 * CARRY)
-    at_once = max(room // (4 * CARRY), 1)
-    k = max((room - at_once * 2 * CARRY) // CARRY, 1)
-    plan = schedule.Budgeted(room, CARRY, 2 * CARRY) if known else schedule.Blocks(schedule.Online(k), at_once)
+    body, x = Body(), torch.randn(B, D, requires_grad=True)
 
     def loss(plan: Any) -> Tensor:
         if known:
@@ -145,6 +142,14 @@ def test_a_budget_is_spent_on_residuals_and_carries(carries: float, known: bool)
         start: Any = (x, 0)
         return tl.while_loop(lambda c: c[1] < 50, lambda c: (body(0, c[0]), c[1] + 1), start, checkpoints=plan)[0].sum()
 
+    least, residuals, _, carry = bytes_of_a_step(loss)
+    assert (residuals, carry) == (2 * CARRY, CARRY)
+    budget = least + int(carries * CARRY)
+    room = budget - least + residuals
+    at_once = max(room // (2 * residuals), 1)
+    k = max((room - at_once * residuals) // CARRY, 1)
+    plan = schedule.Budgeted(room, CARRY, residuals) if known else schedule.Blocks(schedule.Online(k), at_once)
+    body.calls = 0
     torch.autograd.grad(loss(Checkpoints(budget=budget)), (x, body.w))
     calls, body.calls = body.calls, 0
     torch.autograd.grad(loss(plan), (x, body.w))
@@ -163,7 +168,7 @@ class Products(TorchDispatchMode):
 
 def test_more_bytes_are_never_more_steps() -> None:
     found, w = [], torch.eye(D, requires_grad=True)
-    for carries in (1, 5, 10, 20, 40, 80, 160, 320):
+    for carries in (20, 25, 40, 80, 160, 320):
         x, xs = torch.randn(B, D, requires_grad=True), torch.randn(50, B, D)
         with Products() as products:
             plan = Checkpoints(budget=carries * CARRY)
@@ -175,7 +180,7 @@ def test_more_bytes_are_never_more_steps() -> None:
 
 
 def test_a_budget_is_kept(tmp_path: Path) -> None:
-    for carries in (4, 8, 20):
+    for carries in (14, 18, 30):
         body, x = Body(), torch.randn(B, D, requires_grad=True)
 
         def loss(body: Body = body, x: Tensor = x, carries: int = carries) -> Tensor:

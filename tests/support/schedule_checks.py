@@ -1,7 +1,13 @@
 """What the tests of schedules share: an interpreter that holds them to the rules, and the optimum by definition."""
 
+import re
+from collections.abc import Callable
 from functools import cache
+from typing import Any
 
+import pytest
+
+from tensorloop import Checkpoints
 from tensorloop.schedule import Action, Advance, Backward, Drop, Restore, Schedule, Snapshot
 
 
@@ -118,3 +124,11 @@ def optimum(length: int, k: int) -> int:
     if k == 1:
         return length + whole
     return min([length + whole, *(m + reversal(m, k) + optimum(length - m, k - 1) for m in range(1, length))])
+
+
+def bytes_of_a_step(loop: Callable[[Any], Any]) -> tuple[int, int, int, int]:
+    """Of a loop that is called with `checkpoints`: (least budget, a step's residuals, what it takes beyond, carry)."""
+    with pytest.raises(ValueError, match="is too small for one step") as error:
+        loop(Checkpoints(budget=1))
+    numbers = re.findall(r"\d+", str(error.value).partition("which takes")[2])
+    return int(numbers[0]), int(numbers[1]), int(numbers[2]), int(numbers[3])

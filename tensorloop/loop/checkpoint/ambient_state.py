@@ -120,6 +120,10 @@ class RngState:
         self.cuda = {i: gpus.now(i) for i in devices}
         self.users = {id(g): (g, g.get_state()) for g in generators}
 
+    def tensors(self) -> list[Tensor]:
+        """What it holds."""
+        return [self.cpu, *self.cuda.values(), *(state for _, state in self.users.values())]
+
     def restore(self, first: dict[int, tuple[torch.Generator, Tensor]], cuda: dict[int, Tensor]) -> None:
         """Sets every generator; one that was met later begins in its state in `first`, and a GPU's in that in `cuda`.
 

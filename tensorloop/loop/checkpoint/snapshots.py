@@ -266,7 +266,7 @@ class Snapshots:
         self.captures, self.places = captures, Places(offload)
         self.by_step: dict[int, StepSnapshot] = {}
         self._initial: StepSnapshot | None = None
-        self._rng: RngState | None = None  # where no step draws any more
+        self._rng: RngState | None = None  # of the last snapshot
 
     @property
     def initial(self) -> StepSnapshot:
@@ -278,12 +278,24 @@ class Snapshots:
         """Takes a snapshot; gives the state to go on with. `known`: what is known of the step that comes next."""
         captures, still = self.captures, known is not None and not known.draws
         captures.settle()
-        rng = (self._rng if still else None) or captures.rng_state()
-        self._rng = rng if still else None
+        rng = self._rng if still else None
+        if rng is None:
+            rng = captures.rng_state()
+            if self._rng is not None and not rng.differs(self._rng):
+                rng = self._rng  # 5 KB, often more than the carry
+        self._rng = rng
         snapshot = self.by_step[step] = StepSnapshot(state, rng, captures.writes.values(), self.places, place)
         if step == 0 and self._initial is None:  # a schedule may move it to another place, and drop that again
             self._initial = snapshot
         return state if type(state) is KnownState else copied(state)
+
+    def bytes_of(self, state: State) -> int:
+        """Bytes of a snapshot of this state, the one after the first steps."""
+        captures, rng = self.captures, self.captures.rng_state()
+        tensors = [x.values for x in state if type(x) is SavedTensor] + [x for x, _ in captures.writes.tensors()]
+        if rng.differs(self.initial.rng):
+            tensors += rng.tensors()
+        return sum({(s := transforms.storage(x))._cdata: s.nbytes() for x in tensors}.values())
 
     def restore(self, step: int, *, draws: bool) -> State:
         """The state of a snapshot, with its surroundings."""

@@ -8,14 +8,15 @@ from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
-from tensorloop._common.errors import Misuse
-from tensorloop._torch import graph, transforms
+from tensorloop._common.errors import Misuse, WrongValue
+from tensorloop._torch import graph
 from tensorloop._torch.graph import saving_is_hooked
 from tensorloop._torch.versions import Versions, read_version
 from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
+from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, bytes_of, bytes_of_backward
 from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves, flags_of
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
@@ -47,8 +48,9 @@ class Sweep:
         self.departed: list[tuple[int, Tensor, list[Any]]] = []  # (step, ids, leaves) of rows that left the batch
         self.waiting: list[Any] = []  # ys of known steps that are yet to be copied
         self.after_known: Callable[[int, list[Any], Any], bool] | None = None
-        self.residual_bytes = 0  # of the first step, or the second, where a budget asks for it
+        self.sizes: StepBytes | None = None  # of the first step, or the second, where a budget asks for it
         self.measured = False  # whether the steps after it carry the same gradients
+        self.at_a_time = AT_A_TIME
         self.kept: dict[tuple[int, int], Recomputed] = {}  # steps that ran with residuals: (first, end)
 
     def run(self, progress: Any) -> State:
@@ -140,7 +142,7 @@ class Sweep:
             yield schedule.Advance(1, 2)
         assert isinstance(self.plan, Checkpoints)
         assert self.plan.budget is not None
-        self.schedule = self._schedule_within(self.plan.budget, max(_bytes_of(state), 1), self.plan.residuals)
+        self.schedule = self._schedule_within(self.plan.budget, self.plan.residuals)
         skipped = set[int]()  # snapshots before the step at hand, which nobody has taken
         for action in self.schedule.sweep(self.length):
             if isinstance(action, schedule.Snapshot) and action.step < self.loop.taken:
@@ -148,12 +150,21 @@ class Sweep:
             elif not (isinstance(action, schedule.Drop) and action.step in skipped):
                 yield action
 
-    def _schedule_within(self, budget: int, carry: int, residuals: int | None) -> Schedule:
-        """The schedule for a budget, without the carry at hand and the next, and what the step between them makes."""
-        step, length = max(self.residual_bytes, 1), self.length
-        room = max(budget - 2 * carry - step, step)
+    def _schedule_within(self, budget: int, residuals: int | None) -> Schedule:
+        """The schedule for a budget, without what the step at hand takes."""
+        sizes, length, moved = self.sizes, self.length, self.snapshots.places.default is not None
+        assert sizes is not None
+        carry, step = max(sizes.carry, 1), max(sizes.residuals, 1)
+        least = sizes.aside + step * (residuals or 1)
+        if budget < least:
+            raise WrongValue(
+                f"a budget of {budget} bytes is too small for one step of this loop, which takes {least} bytes: "
+                f"{step * (residuals or 1)} that it keeps for its gradient, {sizes.beyond} more while it runs, and "
+                f"{sizes.carry} for the carry, twice; give at least {least}"
+            )
+        room = budget - sizes.aside
         if length is not None and residuals is None:
-            return schedule.Budgeted(room, 0 if self.snapshots.places.default is not None else carry, step)
+            return schedule.Budgeted(room, 0 if moved else carry, step)
         residuals = residuals or max(room // (2 * step), 1)
         return schedule_of(max((room - residuals * step) // carry, 1), length, residuals)
 
@@ -194,7 +205,13 @@ class Sweep:
             plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
             versions = Versions(plain) if plain else None
         foreign = steps.body.foreign
-        new, y = steps.run(t, leaves, row)
+        if self.schedule is None:
+            with MadeBytes() as made:
+                new, y = steps.run(t, leaves, row)
+            forward = made.peak
+        else:
+            new, y = steps.run(t, leaves, row)
+            forward = 0
         if steps.body.fills:
             steps.must_repeat(t, new, y)
         for i, _ in recorded:
@@ -225,11 +242,31 @@ class Sweep:
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
         if self.schedule is None:
-            held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
-            self.residual_bytes = graph.residual_bytes(outputs, captures.tensors(), held)
+            self._measure(forward, outputs, arguments, ys, after)
             self.measured = flags_of(state) == flags_of(after)
             return after
         return steps.learn(t, state, after, leaves, row)
+
+    def _measure(
+        self, forward: int, outputs: list[Tensor], arguments: list[Tensor], ys: list[Any], after: State
+    ) -> None:
+        """Notes the bytes of a step that has run, and took so many at most."""
+        captures = self.captures
+        held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
+        outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
+        residuals = graph.residual_bytes(outputs, outside, held)
+        captured = [*captures.recorded.values()]
+        wanted = [*(x for x in arguments if x.requires_grad), *captured]
+        whole = not (captures.arrays or captures.loops or captures.nodes or self.array_tokens)
+        whole = whole and all(x.layout is torch.strided for x in outputs)
+        backward = bytes_of_backward(outputs, wanted, captured, whole) if outputs else 0
+        # Steps that are reversed at once add their gradients up one by one: there are two more of a capture at a time.
+        beyond = max(forward - residuals, backward) + 2 * max((x.nbytes for x in captured), default=0)
+        if (waiting := AT_A_TIME * bytes_of(held)) <= residuals:
+            beyond += waiting
+        else:
+            self.at_a_time = 1
+        self.sizes = StepBytes(self.snapshots.bytes_of(after), residuals, beyond)
 
     def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """As `_advance`, of steps that need not be watched."""
@@ -257,7 +294,7 @@ class Sweep:
         def then(t: int, leaves: list[Any], y: Any) -> bool:
             if outputs is not None:
                 waiting.append(y)
-                if len(waiting) == AT_A_TIME:
+                if len(waiting) >= self.at_a_time:
                     outputs.extend(waiting)
             if loop.until is not None:
                 self.conditions.ask_until(t, as_leaves(known.state_of(leaves))[0])
@@ -293,8 +330,3 @@ class Sweep:
                 outputs += [x for x in leaves if isinstance(x, Tensor) and x.requires_grad]
                 self.departed.append((t, ids, [saved(x) for x in leaves]))
         return outputs
-
-
-def _bytes_of(state: State) -> int:
-    storages = [transforms.storage(x.values) for x in state if type(x) is SavedTensor]
-    return sum({x._cdata: x.nbytes() for x in storages}.values())

@@ -1,0 +1,96 @@
+"""What one step takes in bytes: its carry, what its graph saves, and what else is there while it is differentiated."""
+
+import contextlib
+import weakref
+from collections.abc import Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from tensorloop._torch.dispatch import MemoryMode
+from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.engine import gradients
+from tensorloop.loop.checkpoint.captures import silent
+from tensorloop.loop.effects.follow import without_effects
+from tensorloop.loop.effects.judge import Effect
+
+
+class StepBytes(NamedTuple):
+    """Bytes of one step. `carry` is a snapshot, `beyond` what a step takes on top of its residuals while it runs."""
+
+    carry: int
+    residuals: int
+    beyond: int
+
+    @property
+    def aside(self) -> int:
+        """What the step at hand takes beside what is planned: the carries before and after it, and `beyond`."""
+        return 2 * self.carry + self.beyond
+
+    @property
+    def least(self) -> int:
+        """The fewest bytes that a loop of such steps can live with."""
+        return self.aside + self.residuals
+
+
+@runs_eagerly
+class MadeBytes(MemoryMode):
+    """Counts the bytes of tensors that operations make inside a `with` block: those alive, and the most at one time."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.now = self.peak = 0
+        self._sizes: dict[weakref.ref[Any], int] = {}
+        me = weakref.ref(self)
+
+        def died(ref: weakref.ref[Any]) -> None:
+            if (counter := me()) is not None:
+                counter.now -= counter._sizes.pop(ref)
+
+        self._died = died
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+        out = func(*args, **(kwargs or {}))
+        for x in _tensors(out):
+            storage = x.untyped_storage()
+            ref = weakref.ref(storage, self._died)
+            if storage._cdata not in given and ref not in self._sizes:
+                self._sizes[ref] = storage.nbytes()
+                self.now += storage.nbytes()
+        self.peak = max(self.peak, self.now)
+        return out
+
+
+def bytes_of_backward(
+    outputs: Sequence[Tensor], wanted: Sequence[Tensor], silenced: Iterable[Tensor], whole: bool
+) -> int:
+    """The most bytes that differentiating a step takes beside its residuals: gradients in, out and in between.
+
+    One more run of its backward tells, in which what the user's functions do is undone. Where they do what cannot be
+    undone, or the graph holds arrays or loops (`whole` is False), it is taken to be twice what goes in and out.
+    """
+    if whole:
+        with MadeBytes() as made, contextlib.suppress(Effect), silent(silenced):
+            seeds = [torch.ones_like(x) for x in outputs]
+            found = without_effects(lambda: gradients(outputs, wanted, seeds, True))
+            del found
+            return made.peak
+    return 2 * bytes_of([*outputs, *wanted])
+
+
+def bytes_of(tensors: Sequence[Any]) -> int:
+    """Bytes of tensors, each storage once and whole."""
+    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in _tensors(tensors)}.values())
+
+
+def _tensors(x: Any) -> Iterator[Tensor]:
+    if isinstance(x, Tensor):
+        if x.layout is torch.strided and not hasattr(x, "__tensor_flatten__") and not x.is_meta:
+            yield x
+    elif isinstance(x, (tuple, list)):
+        for y in x:
+            yield from _tensors(y)
+    elif isinstance(x, dict):
+        yield from _tensors(list(x.values()))
