@@ -1,4 +1,4 @@
-"""A budget is a promise: so many bytes are alive beside what a loop was given, its outputs, and the gradients of both."""
+"""A budget is a promise: so many bytes are alive beside what a loop is given, its outputs and their gradients."""
 
 import subprocess
 import sys
@@ -14,7 +14,7 @@ import tensorloop as tl
 from tests.support.schedule_checks import bytes_of_a_step
 
 T, B, F = 60, 4, 16
-Made = tuple[list[Tensor], Callable[[Any], Any]]  # what gets a gradient, and the loop, called with `checkpoints`
+Made = tuple[list[Tensor], Callable[..., Any]]  # what gets a gradient, and the loop, called with its options
 
 
 def leaf(*shape: int) -> Tensor:
@@ -28,7 +28,7 @@ def lstm() -> Made:
         state = cell(x, state)
         return state, state[0]
 
-    return [xs, h, c, *cell.parameters()], lambda plan: tl.scan(body, (h, c), xs, checkpoints=plan)
+    return [xs, h, c, *cell.parameters()], lambda **how: tl.scan(body, (h, c), xs, **how)
 
 
 def deep() -> Made:
@@ -37,7 +37,7 @@ def deep() -> Made:
     def body(i: Any, h: Tensor) -> Tensor:
         return h + 0.1 * net(h)
 
-    return [start, *net.parameters()], lambda plan: tl.fori_loop(0, T, body, start, checkpoints=plan)
+    return [start, *net.parameters()], lambda **how: tl.fori_loop(0, T, body, start, **how)
 
 
 def statistics() -> Made:
@@ -47,17 +47,15 @@ def statistics() -> Made:
     def body(h: Tensor, x: Tensor) -> Any:
         return torch.tanh(h + net(x)), None
 
-    return [start, *net.parameters()], lambda plan: tl.scan(body, start, xs, checkpoints=plan)
+    return [start, *net.parameters()], lambda **how: tl.scan(body, start, xs, **how)
 
 
 def unknown_length() -> Made:
     w, start = leaf(F, F), leaf(B, F)
 
-    def loop(plan: Any) -> Any:
+    def loop(**how: Any) -> Any:
         init: Any = (torch.tensor(0), start)
-        return tl.while_loop(
-            lambda c: c[0] < T, lambda c: (c[0] + 1, torch.tanh(c[1] @ w) + c[1]), init, checkpoints=plan
-        )[1]
+        return tl.while_loop(lambda c: c[0] < T, lambda c: (c[0] + 1, torch.tanh(c[1] @ w) + c[1]), init, **how)[1]
 
     return [w, start], loop
 
@@ -65,11 +63,9 @@ def unknown_length() -> Made:
 def rows_that_stop() -> Made:
     w, start, n = leaf(F, F), leaf(B, F), torch.tensor([3, T, 20, 41])
 
-    def loop(plan: Any) -> Any:
+    def loop(**how: Any) -> Any:
         init: Any = (torch.zeros(B, dtype=torch.long), start)
-        return tl.while_loop(
-            lambda c: c[0] < n, lambda c: (c[0] + 1, torch.tanh(c[1] @ w) + c[1]), init, checkpoints=plan
-        )[1]
+        return tl.while_loop(lambda c: c[0] < n, lambda c: (c[0] + 1, torch.tanh(c[1] @ w) + c[1]), init, **how)[1]
 
     return [w, start], loop
 
@@ -81,7 +77,7 @@ def wide_outputs() -> Made:
         h = torch.sin(h @ w) + x
         return h, (h.repeat(1, 8) * 2, h.mean())
 
-    return [w, start, xs], lambda plan: tl.scan(body, start, xs, checkpoints=plan)
+    return [w, start, xs], lambda **how: tl.scan(body, start, xs, **how)
 
 
 def gradient_from_a_capture_alone() -> Made:
@@ -90,7 +86,7 @@ def gradient_from_a_capture_alone() -> Made:
     def body(h: Tensor, x: Tensor) -> Any:
         return torch.sigmoid(h @ w + x) + b, None
 
-    return [w, b], lambda plan: tl.scan(body, torch.zeros(B, F), xs, checkpoints=plan)
+    return [w, b], lambda **how: tl.scan(body, torch.zeros(B, F), xs, **how)
 
 
 LOOPS = [lstm, deep, statistics, unknown_length, rows_that_stop, wide_outputs, gradient_from_a_capture_alone]
@@ -100,36 +96,83 @@ def nbytes(tensors: list[Tensor]) -> int:
     return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
 
-def measured(make: Callable[[], Made], plan: Any) -> tuple[int, list[Tensor]]:
+def measured(make: Callable[[], Made], **how: Any) -> tuple[int, list[Tensor]]:
     """The most bytes alive beside outputs and gradients, and the gradients."""
     torch.manual_seed(0)
     wanted, loop = make()
     with tl.memory.track() as tracker:
-        outputs = [x for x in tree_leaves(loop(plan)) if isinstance(x, Tensor) and x.requires_grad]
+        outputs = [x for x in tree_leaves(loop(**how)) if isinstance(x, Tensor) and x.requires_grad]
         grads = [torch.ones_like(x) for x in outputs]
         found = torch.autograd.grad(outputs, wanted, grads)
     return tracker.peak - nbytes([*outputs, *grads, *found]), [*found]
 
 
+def budgets(make: Callable[[], Made], **how: Any) -> set[int]:
+    """Some that the loop can live with, from the least on."""
+    everything, loop = measured(make)[0], make()[1]
+    least = bytes_of_a_step(lambda plan: loop(checkpoints=plan, **how))[0]
+    shares = (0.1, 0.3, 0.6, 1.2)
+    return {least, int(1.3 * least), *(n for share in shares if (n := int(share * everything)) > least)}
+
+
 @pytest.mark.parametrize("make", LOOPS)
 def test_a_budget_is_kept(make: Callable[[], Made]) -> None:
-    everything, expected = measured(make, None)
-    least = bytes_of_a_step(make()[1])[0]
-    for budget in {least, int(1.3 * least), *(int(share * everything) for share in (0.1, 0.3, 0.6, 1.2))}:
-        if budget >= least:
-            found, grads = measured(make, tl.Checkpoints(budget=budget))
-            assert found <= budget, (found, budget, least)
-            torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+    _, expected = measured(make)
+    for budget in budgets(make):
+        found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget))
+        assert found <= budget
+        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+
+
+@pytest.mark.parametrize("make", [lstm, deep, unknown_length, wide_outputs, gradient_from_a_capture_alone])
+def test_a_compiled_loop_keeps_it(make: Callable[[], Made]) -> None:
+    _, expected = measured(make)
+    for budget in budgets(make, compile="strict"):
+        measured(make, checkpoints=tl.Checkpoints(budget=budget), compile="strict")  # which makes the plan
+        found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget), compile="strict")
+        assert found <= budget
+        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
 
 
 @pytest.mark.parametrize("make", LOOPS)
 def test_below_the_least_bytes_nothing_runs_but_a_step(make: Callable[[], Made]) -> None:
     _, loop = make()
-    least, residuals, beyond, carry = bytes_of_a_step(loop)
+    least, residuals, beyond, carry = bytes_of_a_step(lambda plan: loop(checkpoints=plan))
     assert least == residuals + beyond + 2 * carry
     with pytest.raises(ValueError, match=f"a budget of {least - 1} bytes is too small .* give at least {least}"):
-        loop(tl.Checkpoints(budget=least - 1))
-    loop(tl.Checkpoints(budget=least))
+        loop(checkpoints=tl.Checkpoints(budget=least - 1))
+    loop(checkpoints=tl.Checkpoints(budget=least))
+
+
+def test_sizes_as_text_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = torch.device("cpu")
+    sizes = {"200 MiB": 200 << 20, "1.5GB": 1_500_000_000, "7": 7, " 3 kB ": 3000, "2 GiB": 2 << 30, "5B": 5, 12: 12}
+    assert [tl.Checkpoints(budget=x).bytes_on(here) for x in sizes] == [*sizes.values()]
+    monkeypatch.setattr("tensorloop.loop.checkpoint.options.free_bytes", lambda device: 1000)
+    assert [tl.Checkpoints(budget=x).bytes_on(here) for x in (0.5, "25%", "2.5 %")] == [500, 250, 25]
+    _, loop = lstm()
+    with pytest.raises(ValueError, match="a budget of 500 bytes is too small for one step"):
+        loop(checkpoints=tl.Checkpoints(budget=0.5))
+    monkeypatch.undo()
+    assert 2**20 < (tl.Checkpoints(budget=0.5).bytes_on(here) or 0) < 2**50
+
+
+@pytest.mark.parametrize(
+    ("budget", "error", "message"),
+    [
+        (0, ValueError, "budget must be at least 1, got 0"),
+        (1.0, ValueError, "budget must be above 0 and below 1 where it is a share of free memory, got 1.0"),
+        ("100%", ValueError, "budget must be above 0 and below 1 where it is a share of free memory, got 1.0"),
+        ("much", ValueError, "budget='much' is no size; write \"200 MiB\""),
+        ("3 MBit", ValueError, "budget='3 MBit' is no size"),
+        ("-3 MB", ValueError, "budget='-3 MB' is no size"),
+        (True, TypeError, "budget must be an int or a 0-d integer tensor, got bool True"),
+        ([3], TypeError, "budget must be an int or a 0-d integer tensor, got list"),
+    ],
+)
+def test_what_is_no_budget(budget: Any, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=f"Checkpoints: {message}"):
+        tl.Checkpoints(budget=budget)
 
 
 CHILD = """

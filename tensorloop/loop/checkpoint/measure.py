@@ -23,16 +23,6 @@ class StepBytes(NamedTuple):
     residuals: int
     beyond: int
 
-    @property
-    def aside(self) -> int:
-        """What the step at hand takes beside what is planned: the carries before and after it, and `beyond`."""
-        return 2 * self.carry + self.beyond
-
-    @property
-    def least(self) -> int:
-        """The fewest bytes that a loop of such steps can live with."""
-        return self.aside + self.residuals
-
 
 @runs_eagerly
 class MadeBytes(MemoryMode):

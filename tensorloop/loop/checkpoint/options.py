@@ -1,12 +1,20 @@
 """The argument `checkpoints` of a loop."""
 
+import re
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from tensorloop._common.arguments import as_int, as_place, describe
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.memory import free_bytes
 from tensorloop.schedule import Blocks, Schedule, of
+
+_SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[a-zA-Z]*)")
+_UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
+_UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
 @dataclass(frozen=True)
@@ -14,19 +22,22 @@ class Checkpoints:
     """How many carries a loop keeps for backward, and where: for the argument `checkpoints` of a loop.
 
         tl.Checkpoints(k=16, offload="cpu")  # 16 carries, in main memory
-        tl.Checkpoints(budget=200 * 2**20)  # as many as fit into 200 MiB, and the residuals of as many steps
+        tl.Checkpoints(budget="200 MiB")  # as many as fit into so much, and the residuals of as many steps
 
     Give exactly one of k and budget.
 
     Args:
         k: int, the most carries held at once, the first one included. `checkpoints=16` is short for
             `Checkpoints(k=16)`.
-        budget: int, bytes. A first step is measured: its carry, and what it saves for backward (its residuals). Then
-            residuals of the last steps are kept where they fit, so that backward does not run those again, and carries
-            before them (`tl.schedule.Budgeted`; where the length is not known, `Blocks` of `Online`). Two carries and
-            one step's residuals are set aside for the step at hand. A budget too small for any of this has one carry
-            and one step's residuals; arrays, ys and gradients are not counted. Residuals stay from the forward pass
-            where steps run unwatched ([loops](loops.md#checkpoints)); others are run again in stretches.
+        budget: int, bytes; a string such as "200 MiB" (B, kB, MB, GB, KiB, MiB, GiB); or a share of the memory that
+            is free when the first step has run, on the device of the carry: a float, 0 < share < 1, or "25%". So many
+            bytes at most are alive at any time, forward and backward, beside what the loop is given, its outputs and
+            the gradients of both. A first step is measured: its carry, what it saves for backward (its residuals), and
+            what it takes beyond these while it runs, for which room is set aside. Then residuals of the last steps are
+            kept where they fit, so that backward does not run those again, and carries before them
+            (`tl.schedule.Budgeted`; where the length is not known, `Blocks` of `Online`). Steps are taken to be of one
+            size, and arrays are not counted. Residuals stay from the forward pass where steps run unwatched
+            ([loops](loops.md#checkpoints)); others are run again in stretches.
         offload: where carries are kept. None (default): where they are. "cpu": in main memory. A folder (str or Path):
             in files, which are deleted with the last of them.
         check: bool, default False. True compares what each step that runs again in backward gives, and the random
@@ -39,7 +50,8 @@ class Checkpoints:
 
     Raises:
         TypeError: an argument of another type.
-        ValueError: none or both of k and budget, a value below 1, no such folder.
+        ValueError: none or both of k and budget, a value below 1, no such folder; in the loop: a budget too small for
+            one step, with the least that works.
         OSError: in the loop: a file that cannot be written.
         RuntimeError: in backward: a file that is not what was written; with `check`, a step that did not repeat itself,
             and all that differs.
@@ -52,7 +64,7 @@ class Checkpoints:
     """
 
     k: int | None = None
-    budget: int | None = None
+    budget: int | float | str | None = None
     offload: str | Path | None = None
     check: bool = False
     residuals: int | None = None
@@ -61,21 +73,52 @@ class Checkpoints:
     def __post_init__(self) -> None:
         if (self.k is None) == (self.budget is None):
             raise WrongValue(f"give exactly one of k and budget, got k={self.k}, budget={self.budget}")
-        what = "k" if self.k is not None else "budget"
-        if what == "budget" and isinstance(self.budget, str | float):
-            raise WrongType(f"budget must be an int, in bytes, got {describe(self.budget)}; a GiB is budget=2**30")
-        value = as_int(getattr(self, what), what)
-        if value < 1:
-            raise WrongValue(f"{what} must be at least 1, got {value}")
+        if self.budget is not None:
+            parsed(self.budget)
+        elif self.k is not None and as_int(self.k, "k") < 1:
+            raise WrongValue(f"k must be at least 1, got {self.k}")
         if self.residuals is not None and as_int(self.residuals, "residuals") < 1:
             raise WrongValue(f"residuals must be at least 1, got {self.residuals}")
         if not isinstance(self.check, bool):
             raise WrongType(f"check must be a bool, got {describe(self.check)}")
         object.__setattr__(self, "offload", as_place(self.offload, "offload"))
 
+    def bytes_on(self, device: torch.device) -> int | None:
+        """The budget in bytes; a share is one of what is free there now."""
+        found = None if self.budget is None else parsed(self.budget)
+        return int(found * free_bytes(device)) if isinstance(found, float) else found
+
 
 # A dataclass writes its own __init__; unknown keywords are answered as those of a function are.
 Checkpoints.__init__ = named("Checkpoints")(Checkpoints.__init__)
+
+
+def parsed(budget: Any) -> int | float:
+    """A budget as bytes (int) or as a share of free memory (float)."""
+    if isinstance(budget, str):
+        form = _SIZE.fullmatch(budget.strip())
+        if form is None or (form[2] != "%" and form[2].lower() not in _UNITS):
+            raise WrongValue(f'budget={budget!r} is no size; write "200 MiB", "1.5 GB", "25%", or an int of bytes')
+        budget = float(form[1]) / 100 if form[2] == "%" else int(float(form[1]) * _UNITS[form[2].lower()])
+    if isinstance(budget, float):
+        if not 0 < budget < 1:
+            raise WrongValue(f"budget must be above 0 and below 1 where it is a share of free memory, got {budget}")
+        return budget
+    if (found := as_int(budget, "budget")) < 1:
+        raise WrongValue(f"budget must be at least 1, got {found}")
+    return found
+
+
+def check_least(budget: int, residuals: int, beyond: int, carry: int) -> int:
+    """What is left of a budget for the schedule, with what the step at hand takes set aside."""
+    aside = 2 * carry + beyond
+    if budget < aside + residuals:
+        raise WrongValue(
+            f"a budget of {budget} bytes is too small for one step of this loop, which takes {aside + residuals} "
+            f"bytes: {residuals} that it keeps for its gradient, {beyond} more while it runs, and {carry} for the "
+            f"carry, twice; give at least {aside + residuals}"
+        )
+    return budget - aside
 
 
 def schedule_of(k: int, length: int | None, residuals: int | None) -> Schedule:

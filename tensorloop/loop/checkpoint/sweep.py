@@ -8,7 +8,7 @@ from torch import Tensor
 
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
-from tensorloop._common.errors import Misuse, WrongValue
+from tensorloop._common.errors import Misuse
 from tensorloop._torch import graph
 from tensorloop._torch.graph import saving_is_hooked
 from tensorloop._torch.versions import Versions, read_version
@@ -17,7 +17,7 @@ from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, bytes_of, bytes_of_backward
-from tensorloop.loop.checkpoint.options import Checkpoints, schedule_of
+from tensorloop.loop.checkpoint.options import Checkpoints, check_least, schedule_of
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves, flags_of
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
@@ -141,8 +141,10 @@ class Sweep:
         if not self.measured:  # the carry has a gradient from the second step on
             yield schedule.Advance(1, 2)
         assert isinstance(self.plan, Checkpoints)
-        assert self.plan.budget is not None
-        self.schedule = self._schedule_within(self.plan.budget, self.plan.residuals)
+        device = next((x.values.device for x in state if type(x) is SavedTensor), torch.device("cpu"))
+        budget = self.plan.bytes_on(device)
+        assert budget is not None
+        self.schedule = self._schedule_within(budget, self.plan.residuals)
         skipped = set[int]()  # snapshots before the step at hand, which nobody has taken
         for action in self.schedule.sweep(self.length):
             if isinstance(action, schedule.Snapshot) and action.step < self.loop.taken:
@@ -155,14 +157,7 @@ class Sweep:
         sizes, length, moved = self.sizes, self.length, self.snapshots.places.default is not None
         assert sizes is not None
         carry, step = max(sizes.carry, 1), max(sizes.residuals, 1)
-        least = sizes.aside + step * (residuals or 1)
-        if budget < least:
-            raise WrongValue(
-                f"a budget of {budget} bytes is too small for one step of this loop, which takes {least} bytes: "
-                f"{step * (residuals or 1)} that it keeps for its gradient, {sizes.beyond} more while it runs, and "
-                f"{sizes.carry} for the carry, twice; give at least {least}"
-            )
-        room = budget - sizes.aside
+        room = check_least(budget, step * (residuals or 1), sizes.beyond, sizes.carry)
         if length is not None and residuals is None:
             return schedule.Budgeted(room, 0 if moved else carry, step)
         residuals = residuals or max(room // (2 * step), 1)

@@ -17,7 +17,7 @@ from tensorloop import schedule
 from tensorloop._common.errors import Misuse, named
 from tensorloop.compiler.operations import value_of
 from tensorloop.loop.checkpoint.in_order import reversal
-from tensorloop.loop.checkpoint.options import Checkpoints
+from tensorloop.loop.checkpoint.options import Checkpoints, check_least
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
 from tensorloop.loop.compiled.run.gradient_sums import GradientSums, room_for
@@ -40,14 +40,19 @@ class BlocksOfSteps:
     schedule: Schedule
     size: int
     offload: Any = None
+    free: int = FREE_BYTES  # what may be taken for the steps at hand
 
 
 def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> BlocksOfSteps:
     """The blocks of a loop; of a budget they get one half at most, and carries the rest."""
     carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed() + bytes_a_step(plan), 1)
     own = checkpoints if isinstance(checkpoints, Schedule) else None
-    offload = None if isinstance(checkpoints, Schedule) else checkpoints.offload
-    k, budget = checkpoints.k, None if isinstance(checkpoints, Schedule) else checkpoints.budget
+    if isinstance(checkpoints, Schedule):
+        offload, k, budget = None, checkpoints.k, None
+    else:
+        offload, k, budget = checkpoints.offload, checkpoints.k, checkpoints.bytes_on(plan.step.place.device)
+    if budget is not None:
+        budget = check_least(budget, step, plan.bytes_of_sums() + 2 * carry, carry)  # and gradients
     if isinstance(own, schedule.Budgeted):  # made for other steps than those of a program
         own, budget = None, own.budget
     in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k
@@ -57,9 +62,11 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
         own, size = own.of, own.steps
     elif isinstance(checkpoints, Checkpoints):
         size = checkpoints.residuals or size
+    free = FREE_BYTES
     if budget is not None:
-        k = max((budget - size * step) // carry, 1)
-    return BlocksOfSteps(own or schedule.of(k or 1, 0 if known else None), size, offload)
+        k, free = max((budget - size * step) // carry, 1), min(size * step, FREE_BYTES)
+        k -= k % AT_A_TIME if k > AT_A_TIME else 0  # pieces of memory are whole
+    return BlocksOfSteps(own or schedule.of(k or 1, 0 if known else None), size, offload, free)
 
 
 @dataclasses.dataclass
@@ -75,7 +82,7 @@ class RunInBlocks(RunAtOnce):
         self.known = plan.step.going is None and self.ask is None
         self.arrays = ArrayMemory(plan, self.lengths)
         self.schedule, self.size = blocks.schedule, blocks.size
-        few = min(AT_ONCE, FREE_BYTES // max(plan.light.bytes_a_step + bytes_a_step(plan), 1))
+        few = min(AT_ONCE, blocks.free // max(plan.light.bytes_a_step + bytes_a_step(plan), 1))
         few = 0 if draws is not None else few
         self.stride = max(1, few // self.size) * self.size  # steps that run at once where nothing is kept of them
         self.places = Places(blocks.offload)
@@ -179,7 +186,7 @@ class RunInBlocks(RunAtOnce):
         """Takes gradients through all steps, block by block from the last one."""
         with self.lock:
             try:
-                total.room = max(self.size * self.plan.bytes_reversed(), FREE_BYTES)
+                total.room = max(self.size * self.plan.bytes_reversed(), self.blocks.free)
                 self.arrays.own |= dict(zip(self.arrays.appended, saved, strict=True))
                 named(self.name)(self._reverse_blocks)(total, tensors)
             finally:

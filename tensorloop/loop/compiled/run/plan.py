@@ -258,6 +258,10 @@ class Plan:
         """Returns the bytes that one kept carry takes."""
         return sum(bytes_of(n) for n in self.step.carry if not grows(n))
 
+    def bytes_of_sums(self) -> int:
+        """Returns the bytes of the gradients that a block of steps gives to invariants, before they are added up."""
+        return sum(bytes_of(self.step.invariants[k]) for k in self.reached(NONE).invariants) if self.grad else 0
+
     def bytes_reversed(self) -> int:
         """Estimates the bytes of a step while it is run again and reversed: most of what is kept has a gradient."""
         return 2 * self.again.bytes_a_step
