@@ -85,14 +85,17 @@ def fori_loop(
 
     if isinstance(init, FirstOnly):
         if last > first:
-            return first_step.fori_loop(make, init, first, checkpoints, progress, compile)
+            return first_step.fori_loop(make, init, (first, last), checkpoints, progress, compile)
         init = init.carry
+    elif first_step.decides(checkpoints, last - first):
+        return first_step.fori_loop(make, FirstOnly(init), (first, last), checkpoints, progress, compile)
     loop = make(Loop, init, first)
     loop.first_may_part = True
     try:
         return run_loop(loop, checkpoints, progress, compile)[1]
     except FirstStepApart:
-        return first_step.fori_loop(make, first_step.apart(init, checkpoints), first, checkpoints, progress, compile)
+        init = first_step.apart(init, checkpoints)
+        return first_step.fori_loop(make, init, (first, last), checkpoints, progress, compile)
 
 
 @overload

@@ -1,7 +1,7 @@
 """A first step unlike the others: it runs before the loop, and the carry that it gives is the one that steps keep."""
 
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -13,7 +13,9 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch import transforms
 from tensorloop.loop.called import name_of_carry
 from tensorloop.loop.carry import Carry
+from tensorloop.loop.checkpoint.measure import MadeBytes
 from tensorloop.loop.checkpoint.node import plan_of
+from tensorloop.loop.checkpoint.options import chosen, is_auto
 from tensorloop.loop.checkpoint.user_functions import noted
 from tensorloop.loop.compiled.explain import NO_STEP, Explanation
 from tensorloop.loop.compiled.front import FirstStepApart, check_compile
@@ -112,9 +114,13 @@ def scan(
     if slices.length == 0:
         return run_scan(make(FirstStep, init.carry, slices), checkpoints, progress, compile)
     _check(checkpoints, compile)
-    carry, y, rest = _begin_scan(make, init, slices)
+    with _counting(checkpoints) as made:
+        carry, y, rest = _begin_scan(make, init, slices)
     if rest is None:
         return carry, y
+    if made is not None and rest.until is None:
+        assert slices.length is not None
+        checkpoints = chosen(made.now, slices.length - 1, _device_of(carry))
     with _counted_anew():
         carry, ys = run_scan(rest, checkpoints, progress, compile)
     return carry, _joined(y, ys, slices)
@@ -124,6 +130,8 @@ def scan_whole(make: MakeScan, init: Any, slices: Slices, checkpoints: Any, prog
     """A scan whose first step runs by itself only if it turns out to make in Python what the others find."""
     loop = make(Loop, init, slices)
     loop.first_may_part = _may_part(loop)
+    if loop.first_may_part and decides(checkpoints, slices.length or 0):
+        return scan(make, FirstOnly(init), slices, checkpoints, progress, compile)
     try:
         return run_scan(loop, checkpoints, progress, compile)
     except FirstStepApart:
@@ -200,16 +208,35 @@ def while_loop(
 def fori_loop(
     make: Callable[[type[Loop], Any, int], Loop],
     init: FirstOnly,
-    lower: int,
+    bounds: tuple[int, int],
     checkpoints: Any,
     progress: bool,
     compile: Any,
 ) -> Any:
     """The carry of a loop of at least one step, which runs by itself; `make` gives the loop that begins at a number."""
     _check(checkpoints, compile)
-    _, carry = run_loop(_noting(make(FirstStep, init.carry, lower), init), None, False)
+    lower, upper = bounds
+    first = _noting(make(FirstStep, init.carry, lower), init)
+    with _counting(checkpoints) as made:
+        _, carry = run_loop(first, None, False)
+    if made is not None:
+        checkpoints = chosen(made.now, upper - lower - 1, _device_of(carry))
     with _counted_anew():
         return run_loop(_going_on(make(Loop, carry, lower + 1), init), checkpoints, progress, compile)[1]
+
+
+def decides(checkpoints: Any, steps: int) -> bool:
+    """Whether the first of so many steps is to decide what is kept."""
+    return is_auto(checkpoints) and steps > 1 and torch.is_grad_enabled()
+
+
+def _counting(checkpoints: Any) -> Any:
+    """A context in which bytes that a first step makes are counted, where they decide what is kept of the others."""
+    return MadeBytes() if is_auto(checkpoints) else nullcontext()
+
+
+def _device_of(carry: Any) -> torch.device:
+    return next((x.device for x in pytree.leaves(carry) if isinstance(x, Tensor)), torch.device("cpu"))
 
 
 def _noting(loop: Loop, init: FirstOnly) -> Loop:

@@ -1,7 +1,7 @@
 """Types of the arguments that loops have in common: what a checker takes, and what an editor completes."""
 
 from collections.abc import Callable
-from typing import Any, TypedDict, TypeVar
+from typing import Any, Literal, TypedDict, TypeVar
 
 from torch import Tensor
 
@@ -14,12 +14,14 @@ C = TypeVar("C")
 X = TypeVar("X")
 Y = TypeVar("Y")
 
-Plan = int | Schedule | Checkpoints | None
+Plan = int | Schedule | Checkpoints | Literal["auto"] | None
 """What `checkpoints=` takes: how many carries a loop keeps for its backward pass.
 
 `None` keeps what the operations of every step save, as a Python loop does. An int K keeps at most K carries, the first
 one included, and runs the steps between them again in backward. A `tl.Checkpoints` also sets a budget in bytes, or a
-place on the CPU or on disk. A schedule, such as `tl.schedule.Periodic`, says itself which carries are kept.
+place on the CPU or on disk. "auto" keeps everything where that fits into half of the memory that is free when the first
+step has run, and is `Checkpoints(budget=0.5)` where it does not, or where nobody can tell, as in a loop of unknown
+length. A schedule, such as `tl.schedule.Periodic`, says itself which carries are kept.
 """
 
 Condition = bool | Tensor

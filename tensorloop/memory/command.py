@@ -15,13 +15,14 @@ from typing import Any, TextIO
 
 import torch
 
+from tensorloop._common.extras import refuse_without
 from tensorloop._common.html import document
 from tensorloop.memory.counting.sites import printable
 from tensorloop.memory.named_function import BadInput, Function, function_of, of_the_user, one_line, refuse_arguments
 from tensorloop.memory.process import timeline
 from tensorloop.memory.report import html
 from tensorloop.memory.report.growth import Growth
-from tensorloop.memory.report.result import refuse_without, write
+from tensorloop.memory.report.result import write
 from tensorloop.memory.scaling.measure import growth
 
 _TWICE = "backward through the graph a second time"

@@ -19,8 +19,8 @@ from typing import Any
 import torch
 
 from tensorloop._common import scope
+from tensorloop._common.extras import refuse_without
 from tensorloop.memory.counting.saved import must_be_function
-from tensorloop.memory.report.result import refuse_without
 from tensorloop.memory.report.timeline import Mark, Timeline
 
 # Its standard input is a pipe from us: when we are gone, however that came, it ends.

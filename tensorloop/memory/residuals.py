@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.nn import Parameter
 
 from tensorloop._common import html
+from tensorloop._common.extras import refuse_without
 from tensorloop.memory.counting.finder import OURS, Line
 from tensorloop.memory.counting.holders import held_by_library
 from tensorloop.memory.counting.located import LocatedStorages, operation_name
@@ -20,7 +21,7 @@ from tensorloop.memory.counting.saved import graph_of, must_be_function
 from tensorloop.memory.counting.sites import WHERE, Site, cells_of, shortened, table
 from tensorloop.memory.counting.storages import StorageRef, collector_off, storages_of
 from tensorloop.memory.report import charts, picture
-from tensorloop.memory.report.result import Shown, Table, refuse_without
+from tensorloop.memory.report.result import Shown, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -12,12 +12,13 @@ import torch
 from tensorloop._common import html
 from tensorloop._common.arguments import as_device
 from tensorloop._common.errors import Fact
+from tensorloop._common.extras import refuse_without
 from tensorloop.memory.counting.allocator import Allocations, Allocator
 from tensorloop.memory.counting.finder import BACKWARD
 from tensorloop.memory.counting.located import LocatedStorages
 from tensorloop.memory.counting.sites import WHERE, Site, cells_of, shortened, table
 from tensorloop.memory.report import charts, picture
-from tensorloop.memory.report.result import Shown, Table, refuse_without
+from tensorloop.memory.report.result import Shown, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

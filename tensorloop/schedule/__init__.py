@@ -37,6 +37,8 @@ if TYPE_CHECKING:
     from tensorloop.schedule.budgeted import Budgeted as Budgeted
     from tensorloop.schedule.counting import advances as advances
     from tensorloop.schedule.counting import of as of
+    from tensorloop.schedule.forecasting import Forecast as Forecast
+    from tensorloop.schedule.forecasting import forecast as forecast
     from tensorloop.schedule.hierarchy import Hierarchy as Hierarchy
     from tensorloop.schedule.hierarchy import Level as Level
     from tensorloop.schedule.online import Online as Online
@@ -49,6 +51,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "schedule.base": ("Binomial", "Blocks", "Periodic", "Schedule", "StoreAll"),
             "schedule.budgeted": ("Budgeted",),
             "schedule.counting": ("advances", "of"),
+            "schedule.forecasting": ("Forecast", "forecast"),
             "schedule.hierarchy": ("Hierarchy", "Level"),
             "schedule.online": ("Online",),
         },

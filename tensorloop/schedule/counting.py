@@ -1,7 +1,8 @@
 """Which schedule for a number of snapshots, and what a schedule costs."""
 
-from tensorloop.schedule.actions import Advance, Drop, Snapshot, as_count
+from tensorloop.schedule.actions import as_count
 from tensorloop.schedule.base import Binomial, Schedule
+from tensorloop.schedule.forecasting import forecast
 from tensorloop.schedule.online import Online
 
 
@@ -54,18 +55,4 @@ def advances(schedule: Schedule, length: int, known: bool = True) -> int:
         raise TypeError(
             f"advances: schedule must be a Schedule, got {type(schedule).__name__} {schedule!r}; schedule.of makes one"
         )
-    length = as_count(length, 0, "advances", "length")
-    at, total, held = 0, 0, set[int]()
-    for action in schedule.sweep(length if known else None) if length else ():
-        match action:
-            case Advance(start, stop, keep):
-                at = min(stop, length)
-                total += 0 if keep else at - start
-            case Snapshot(step):
-                held.add(step)
-            case Drop(step):
-                held.remove(step)
-        if at == length:
-            break
-    again = (action.stop - action.start for action in schedule.reverse(length, [*held]) if isinstance(action, Advance))
-    return total + sum(again)
+    return forecast(schedule, as_count(length, 0, "advances", "length"), known=known).advances

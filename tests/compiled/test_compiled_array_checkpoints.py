@@ -54,7 +54,7 @@ def test_values_and_gradients_are_those_of_the_eager_loop(name: str, k: int, blo
         schedule.Periodic(2),
         schedule.StoreAll(),
         schedule.Online(2),
-        Checkpoints(budget=400),
+        Checkpoints(budget=20_000),
         Checkpoints(k=3, offload="cpu"),
     ],
     ids=["periodic", "store_all", "online", "budget", "cpu"],

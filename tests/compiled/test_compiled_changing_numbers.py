@@ -197,7 +197,7 @@ def test_second_derivatives():
     assert plans.made == 2
 
 
-@pytest.mark.parametrize("checkpoints", [1, tl.Checkpoints(budget=1000), tl.schedule.Periodic(2)], ids=str)
+@pytest.mark.parametrize("checkpoints", [1, tl.Checkpoints(budget=20_000), tl.schedule.Periodic(2)], ids=str)
 def test_checkpoints(checkpoints: Any):
     net, (h, xs) = Cooled(), inputs(D, 3, 4)
     for tau in (1.0, 0.5, 0.25):

@@ -60,8 +60,8 @@ PLANS: dict[str, Any] = {
     "store_all": schedule.StoreAll(),
     "online": schedule.Online(2),
     "own": Middle(),
-    "budget": Checkpoints(budget=4000),
-    "one_byte": Checkpoints(budget=1),
+    "budget": Checkpoints(budget=20_000),
+    "small": Checkpoints(budget=6_000),
     "cpu": Checkpoints(k=2, offload="cpu"),
 }
 
@@ -286,12 +286,13 @@ def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(monkeypat
 
 @pytest.mark.parametrize("budget", [20, 200])
 def test_a_budget_bounds_what_is_held_and_the_block(budget: int, held: list[int]) -> None:
-    """In carries: half for a block, of two a step, and half for those that are kept."""
+    """In carries: of what four of them leave, half for a block, of two a step, and half for those that are kept."""
     rows, carry = 2**12, 2**12 * 4 * 8
     plan = Checkpoints(budget=budget * carry)
     gradients(300, plan, "strict", rows=rows)
-    assert max(held) == min(budget // 2, -(-300 // (budget // 4)))
-    assert peak(lambda: gradients(300, plan, "strict", rows=rows)) < (budget + 8) * carry
+    size = (budget - 5) // 4  # the weights' gradient takes a little, too
+    assert max(held) == min(budget - 5 - 2 * size, -(-300 // size))
+    assert peak(lambda: gradients(300, plan, "strict", rows=rows)) < (budget + 4) * carry  # beside gradients
 
 
 def test_blocks_use_one_memory_in_turn(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -91,7 +91,7 @@ def test_lengths_share_a_plan_and_batch_sizes_do_not():
 
 def test_checkpoints_are_no_part_of_a_plan():
     net = Net()
-    for checkpoints in (None, 1, 3, tl.Checkpoints(budget=1000), tl.schedule.Periodic(2)):
+    for checkpoints in (None, 1, 3, tl.Checkpoints(budget=20_000), tl.schedule.Periodic(2)):
         agree(net, checkpoints=checkpoints)
     assert plans.made == 1
 

@@ -51,7 +51,7 @@ by_step: dict[str, Read] = {
     "element": lambda p, i: p[i, 3],
     "again": lambda p, i: p[i % 7],
 }
-OPTIONS: list[dict[str, Any]] = [{}, {"checkpoints": 8}, {"checkpoints": tl.Checkpoints(budget=3000)}]
+OPTIONS: list[dict[str, Any]] = [{}, {"checkpoints": 8}, {"checkpoints": tl.Checkpoints(budget=100_000)}]
 
 
 def tokens(steps: int) -> Tensor:

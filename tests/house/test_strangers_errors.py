@@ -69,7 +69,7 @@ LOOPS: list[tuple[Callable[[], Any], str]] = [
     (lambda: tl_.map(abs, SEQUENCE), "map: xs is a PackedSequence; give"),
     (lambda: carrying().map(Sum(), SEQUENCE), "carrying.map: xs is a PackedSequence; give"),
     (lambda: tl.scan(add, Z, JAGGED), r"scan: xs is a nested tensor; .*tl.PackedTensor.from_nested\(xs\)"),
-    (lambda: tl_.Checkpoints(budget="1GB"), "Checkpoints: budget must be an int, in bytes, .*budget=2"),
+    (lambda: tl_.Checkpoints(budget="1 Gib of it"), 'Checkpoints: budget=.* is no size; write "200 MiB"'),
     (lambda: tl_.scan(add, Z, XS, checkpoints="8"), "scan: checkpoints must be None, .* checkpoints=8 keeps 8 carries"),
     (lambda: tl_.scan(add, Z, (x for x in XS)), r"scan: xs is generator .*torch.stack\(list\(xs\)\)"),
     (lambda: tl_.scan(add, Z, XS, until=lambda c: np.bool_(True)), r"until must return .*wrap it with bool\(...\)"),

@@ -26,7 +26,7 @@ PLANS: dict[str, Any] = {
     "periodic": schedule.Periodic(2),
     "store all": schedule.StoreAll(),
     "on the CPU": tl.Checkpoints(k=2, offload="cpu"),
-    "budget": tl.Checkpoints(budget=1000),
+    "budget": tl.Checkpoints(budget=100_000),
     "blocks": tl.Checkpoints(k=2, residuals=2),
 }
 every_plan = pytest.mark.parametrize("checkpoints", PLANS.values(), ids=PLANS.keys())

@@ -106,7 +106,7 @@ def test_each_row_is_as_if_alone(bound: int, reverse: bool, compact: bool, check
     st.one_of(st.none(), st.integers(1, 8)),
     st.booleans(),
     st.booleans(),
-    st.sampled_from([None, 1, 2, 4, tl.Checkpoints(budget=2000)]),
+    st.sampled_from([None, 1, 2, 4, tl.Checkpoints(budget=20_000)]),
 )
 def test_any_numbers_of_steps(limits: list[int], bound: int | None, given_xs: bool, compact: bool, plan: Any) -> None:
     xs = randn(bound, len(limits), F, seed=1) if bound and given_xs else None

@@ -25,7 +25,7 @@ PLANS: dict[str, Any] = {
     "K=1": 1,
     "K=2": 2,
     "K=3": 3,
-    "budget": tl.Checkpoints(budget=1000),
+    "budget": tl.Checkpoints(budget=100_000),
     "blocks": tl.Checkpoints(k=2, residuals=2),
     "on the CPU": tl.Checkpoints(k=2, offload="cpu"),
     "periodic": schedule.Periodic(2),

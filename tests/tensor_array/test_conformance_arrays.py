@@ -261,7 +261,7 @@ def test_budgets_and_folders_with_rows_and_overwritten_arrays(checkpoints: Any, 
 
     true, k = run(None, False), checkpoints or 1
     for kept in (
-        tl.Checkpoints(budget=100 * k),
+        tl.Checkpoints(budget=20_000 * k),
         tl.Checkpoints(k=k, offload=tmp_path),
         tl.Checkpoints(k=k, offload="cpu"),
     ):

@@ -12,6 +12,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.memory import free_bytes
 from tensorloop.schedule import Blocks, Schedule, of
 
+AUTO, SHARE = "auto", 0.5  # of the memory that is free
 _SIZE = re.compile(r"(\d+(?:\.\d+)?)\s*(%|[a-zA-Z]*)")
 _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
@@ -109,6 +110,16 @@ def parsed(budget: Any) -> int | float:
     return found
 
 
+def is_auto(checkpoints: Any) -> bool:
+    """Whether the first step is to decide."""
+    return isinstance(checkpoints, str) and checkpoints == AUTO
+
+
+def chosen(made: int, others: int, device: torch.device) -> Checkpoints | None:
+    """What "auto" comes to where a first step has made `made` bytes that stay, and so many others follow."""
+    return None if made * others <= SHARE * free_bytes(device) else Checkpoints(budget=SHARE)
+
+
 def check_least(budget: int, residuals: int, beyond: int, carry: int) -> int:
     """What is left of a budget for the schedule, with what the step at hand takes set aside."""
     aside = 2 * carry + beyond
@@ -130,9 +141,11 @@ def plan_of(checkpoints: Any) -> Checkpoints | Schedule | None:
     """The argument `checkpoints`, checked."""
     if checkpoints is None or isinstance(checkpoints, Checkpoints | Schedule):
         return checkpoints
+    if is_auto(checkpoints):
+        return Checkpoints(budget=SHARE)
     if isinstance(checkpoints, bool) or not isinstance(checkpoints, int):
         raise WrongType(
-            f"checkpoints must be None, an int, a Schedule or a Checkpoints, got {describe(checkpoints)}; "
+            f'checkpoints must be None, an int, "auto", a Schedule or a Checkpoints, got {describe(checkpoints)}; '
             f"checkpoints=8 keeps 8 carries"
         )
     if checkpoints < 1:

@@ -2,10 +2,11 @@
 
 from typing import TYPE_CHECKING
 
+from tensorloop._common.extras import refuse_without
 from tensorloop.memory.counting.sites import WHERE, cells_of
 from tensorloop.memory.report import charts, html, picture
 from tensorloop.memory.report.figures import Figures
-from tensorloop.memory.report.result import Shown, Table, refuse_without
+from tensorloop.memory.report.result import Shown, Table
 
 if TYPE_CHECKING:
     from matplotlib.figure import Figure

@@ -1,7 +1,6 @@
 """What all results of these tools have: one line as `repr`, a table as text, a page in a notebook, and files."""
 
 import csv
-import importlib.util
 import io
 import json
 from abc import ABC, abstractmethod
@@ -101,9 +100,3 @@ class Shown(ABC):
 def write(path: Path, text: str) -> None:
     """Writes UTF-8 with the line ends that the text has; names of files that are no UTF-8 in a readable form."""
     path.write_bytes(printable(text).encode("utf-8"))
-
-
-def refuse_without(package: str, name: str) -> None:
-    """Raises ImportError where a package is not installed."""
-    if importlib.util.find_spec(package) is None:
-        raise ImportError(f"{name}: needs {package}: pip install 'tensorloop[memory]'")

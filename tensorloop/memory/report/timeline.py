@@ -6,10 +6,11 @@ from dataclasses import dataclass
 from html import escape
 from typing import TYPE_CHECKING, Any
 
+from tensorloop._common.extras import refuse_without
 from tensorloop._common.html import table
 from tensorloop.memory.report.charts import size, unit_of
 from tensorloop.memory.report.picture import embed, new_figure
-from tensorloop.memory.report.result import Shown, Table, refuse_without
+from tensorloop.memory.report.result import Shown, Table
 
 if TYPE_CHECKING:
     from matplotlib.axes import Axes
