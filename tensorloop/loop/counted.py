@@ -83,19 +83,18 @@ def fori_loop(
         loop.lower, loop.numbered = first, body_fn
         return loop
 
-    if isinstance(init, FirstOnly):
-        if last > first:
-            return first_step.fori_loop(make, init, (first, last), checkpoints, progress, compile)
-        init = init.carry
-    elif first_step.decides(checkpoints, last - first):
-        return first_step.fori_loop(make, FirstOnly(init), (first, last), checkpoints, progress, compile)
-    loop = make(Loop, init, first)
+    begun = init if isinstance(init, FirstOnly) else None
+    if begun is None and first_step.decides(checkpoints, last - first):
+        begun = FirstOnly(init)
+    if begun is not None and last > first:
+        return first_step.fori_loop(make, begun, (first, last), checkpoints, progress, compile)
+    loop = make(Loop, init if begun is None else begun.carry, first)
     loop.first_may_part = True
     try:
         return run_loop(loop, checkpoints, progress, compile)[1]
     except FirstStepApart:
-        init = first_step.apart(init, checkpoints)
-        return first_step.fori_loop(make, init, (first, last), checkpoints, progress, compile)
+        begun = first_step.apart(init, checkpoints)
+        return first_step.fori_loop(make, begun, (first, last), checkpoints, progress, compile)
 
 
 @overload

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from tensorloop.schedule.actions import Backward as Backward
     from tensorloop.schedule.actions import Drop as Drop
     from tensorloop.schedule.actions import Forward as Forward
+    from tensorloop.schedule.actions import Release as Release
     from tensorloop.schedule.actions import Restore as Restore
     from tensorloop.schedule.actions import Snapshot as Snapshot
     from tensorloop.schedule.base import Binomial as Binomial
@@ -47,7 +48,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
         __name__,
         {
-            "schedule.actions": ("Action", "Advance", "Backward", "Drop", "Forward", "Restore", "Snapshot"),
+            "schedule.actions": ("Action", "Advance", "Backward", "Drop", "Forward", "Release", "Restore", "Snapshot"),
             "schedule.base": ("Binomial", "Blocks", "Periodic", "Schedule", "StoreAll"),
             "schedule.budgeted": ("Budgeted",),
             "schedule.counting": ("advances", "of"),

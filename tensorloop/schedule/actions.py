@@ -63,6 +63,19 @@ class Drop:
     step: int
 
 
+@dataclass(frozen=True, slots=True)
+class Release:
+    """Forget what the gradient of these steps needs, which an `Advance` has kept; snapshots stay.
+
+    Attributes:
+        start: int, as of that Advance.
+        stop: int, as of that Advance.
+    """
+
+    start: int
+    stop: int
+
+
 @dataclass(frozen=True, slots=True, repr=False)
 class Backward:
     """Run `step` with what its gradient needs, from the working state, and reverse it. That state is then lost.
@@ -79,7 +92,7 @@ class Backward:
         return f"Backward(step={self.step}{'' if self.steps == 1 else f', steps={self.steps}'})"
 
 
-Forward = Advance | Snapshot | Drop
+Forward = Advance | Snapshot | Drop | Release
 """An action of the forward pass: what `tl.schedule.Schedule.sweep` yields."""
 
 Action = Forward | Restore | Backward

@@ -4,7 +4,7 @@ import abc
 import sys
 from collections.abc import Iterator, Sequence
 
-from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Restore, Snapshot, as_count
+from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Release, Restore, Snapshot, as_count
 from tensorloop.schedule.spans import binomial_segments, in_segments, reverse_segments
 
 
@@ -263,6 +263,8 @@ class Blocks(Schedule):
         match action:
             case Advance(start, stop, keep):
                 return Advance(at(start), at(stop), keep)
+            case Release(start, stop):
+                return Release(at(start), at(stop))
             case Snapshot(block, place):
                 return Snapshot(at(block), place)
             case Restore(block) | Drop(block):

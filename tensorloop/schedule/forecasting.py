@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tensorloop._common.extras import refuse_without
-from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Restore, Snapshot, as_count
+from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Release, Restore, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
 
 if TYPE_CHECKING:
@@ -131,9 +131,10 @@ def forecast(schedule: Schedule, length: int, carry: int = 0, residuals: int = 0
         follower.do(action)
         if follower.at == length:
             break
+    kept = sum(stop - start for start, stop in follower.kept.items())
     for action in schedule.reverse(length, [*follower.held]):
         follower.do(action)
-    return follower.found()
+    return follower.found(kept)
 
 
 class _Follower:
@@ -143,8 +144,7 @@ class _Follower:
         self.length, self.carry, self.residuals = length, carry, residuals
         self.at = self.now = self.advances = self.bytes = self.most = 0
         self.held = dict[int, int]()  # snapshots, and since when
-        self.kept: tuple[int, int] | None = None  # steps whose residuals were kept
-        self.n_kept = 0
+        self.kept = dict[int, int]()  # steps whose residuals are kept: the first, and one more than the last
         self.runs: list[_Run] = []
         self.spans: list[tuple[int, int, int]] = []
 
@@ -153,21 +153,23 @@ class _Follower:
             case Advance(start, stop, keep):
                 self._run(start, min(stop, self.length), "run, residuals kept" if keep else "run for the carry")
                 if keep:
-                    self.kept, self.n_kept = (start, self.at), self.at - start
-                    self._count(self.n_kept, start)
+                    self.kept[start] = self.at
+                    self._count()
                 else:
                     self.advances += self.at - start
+            case Release(start):
+                self.advances += self.kept.pop(start) - start
             case Snapshot(step):
                 self.held[step] = self.now
                 self.most = max(self.most, len(self.held))
-                self._count(0)
+                self._count()
             case Drop(step):
                 self.spans.append((step, self.held.pop(step), self.now))
             case Backward(step, steps):
-                is_kept = self.kept == (step, step + steps)
-                self._run(step, step + steps, _FROM_KEPT if is_kept else _AGAIN)
-                self._count(steps, step)
-                self.kept = None
+                self._run(step, step + steps, _FROM_KEPT if step in self.kept else _AGAIN)
+                self.kept[step] = step + steps
+                self._count()
+                del self.kept[step]
             case Restore(step):
                 self.at = step
 
@@ -175,10 +177,11 @@ class _Follower:
         self.runs.append(_Run(self.now, start, stop, kind))
         self.at, self.now = stop, self.now + (0 if kind == _FROM_KEPT else stop - start)
 
-    def _count(self, steps: int, start: int | None = None) -> None:
-        """So many steps have residuals, which hold the state before the first of them, `start`, in any case."""
-        carries = len(self.held) - sum(step in self.held for step in {0, 0 if start is None else start})
+    def _count(self) -> None:
+        """Residuals hold the state before the first of their steps in any case."""
+        carries = len(self.held) - sum(step in self.held for step in {0, *self.kept})
+        steps = sum(stop - start for start, stop in self.kept.items())
         self.bytes = max(self.bytes, carries * self.carry + steps * self.residuals)
 
-    def found(self) -> Forecast:
-        return Forecast(self.length, self.advances, self.bytes, self.most, self.n_kept, self.runs, self.spans)
+    def found(self, kept: int) -> Forecast:
+        return Forecast(self.length, self.advances, self.bytes, self.most, kept, self.runs, self.spans)

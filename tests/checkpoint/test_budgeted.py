@@ -124,8 +124,28 @@ def test_what_is_refused(given, error, message) -> None:
         Budgeted(*given)
 
 
-def test_a_length_must_be_known() -> None:
-    with pytest.raises(ValueError, match="use Blocks"):
-        list(Budgeted(9, 1, 3).sweep(None))
+def test_step_zero_must_be_held() -> None:
     with pytest.raises(ValueError, match="held must contain step 0"):
         list(Budgeted(9, 1, 3).reverse(4, [2]))
+
+
+def test_an_unknown_length_costs_little() -> None:
+    """Within a tenth of what the known length costs, and a few steps, where the residuals of three steps fit."""
+    ratios = []
+    for length, budget, carry, residuals in cases(200, 200):
+        if budget >= 3 * residuals:
+            plan = Budgeted(budget, carry, residuals)
+            known, found = (
+                schedule.advances(plan, length),
+                schedule.forecast(plan, length, carry, residuals, known=False),
+            )
+            assert run(plan, length, known=False).extra == found.advances <= 1.1 * known + length / 16 + 1
+            assert found.bytes <= budget
+            ratios.append(found.advances / max(known, 1))
+    assert len(ratios) > 80
+    assert sum(ratios) / len(ratios) < 1.07
+
+
+def test_an_unknown_length_is_planned_as_fast_as_it_runs() -> None:
+    plan = Budgeted(400, 1, 4)
+    assert sum(1 for _ in itertools.islice(plan.sweep(None), 50_000)) == 50_000

@@ -5,6 +5,7 @@ from typing import Any
 
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 
 import tensorloop as tl
@@ -103,6 +104,105 @@ def test_backward_has_state_of_its_own(way: Any, plan: Any, writes: bool) -> Non
     assert State.n == 12
     torch.testing.assert_close(gradients(body, plan), expected)
     assert State.n == 12
+
+
+@pytest.mark.parametrize("way", [by_function, by_hook])
+def test_what_steps_append_backward_may_not_take(way: Any) -> None:
+    queue = list[float]()
+
+    def body(c: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        queue.append(float(x.detach().sum()))
+        c = way(torch.tanh(c + x), queue.pop)
+        return c, c
+
+    with pytest.raises(RuntimeError, match="reads a list to which an earlier step has written"):
+        gradients(body, 3)
+
+
+MEASURED = [tl.Checkpoints(budget=10**6), tl.Checkpoints(budget=20_000), "auto"]
+
+
+def drawing() -> float:
+    return float(torch.rand(()))
+
+
+def test_a_budget_runs_no_backward_of_the_users_twice() -> None:
+    """Random numbers, tensors and `.grad` are what they are without checkpoints; the forward pass, too."""
+    seen, w = torch.zeros(()), torch.ones(3, requires_grad=True)
+
+    def does() -> float:
+        seen.add_(1)
+        with torch.enable_grad():
+            (w * 2).sum().backward()
+        return drawing()
+
+    def outcome(plan: Any, way: Any) -> list[Any]:
+        torch.manual_seed(0)
+        seen.zero_()
+        w.grad = None
+        h = tl.fori_loop(
+            0,
+            6,
+            lambda i, h: torch.dropout(torch.sin(way(h, does)), 0.3, True),
+            INIT.requires_grad_(),
+            checkpoints=plan,
+        )
+        before = seen.item(), w.grad
+        (grad,) = torch.autograd.grad(h.sum(), INIT)
+        assert w.grad is not None
+        return [h.tolist(), before, grad.tolist(), seen.item(), w.grad.tolist()]
+
+    for way in by_function, by_hook:
+        expected = outcome(None, way)
+        assert expected[1] == (0, None)
+        for plan in MEASURED:
+            assert outcome(plan, way) == expected
+
+
+@pytest.mark.parametrize("plan", MEASURED, ids=str)
+def test_a_backward_that_never_runs_is_not_run_for_a_budget(plan: Any) -> None:
+    def fails() -> float:
+        raise NotImplementedError("a metric")
+
+    def body(c: Any, x: Tensor) -> Any:
+        h = torch.tanh(c[0] + x)
+        return (h, by_function(h, fails)), None
+
+    xs = XS.clone().requires_grad_()
+    (h, _), _ = tl.scan(body, (INIT, INIT), xs, checkpoints=plan)
+    (plain, _), _ = tl.scan(body, (INIT, INIT), xs)
+    torch.testing.assert_close(torch.autograd.grad(h.sum(), xs), torch.autograd.grad(plain.sum(), xs))
+
+
+@pytest.mark.parametrize("plan", MEASURED, ids=str)
+def test_what_a_checkpoint_of_torchs_saves_is_not_unpacked_for_a_budget(plan: Any) -> None:
+    calls = list[int]()
+
+    def inner(h: Tensor) -> Tensor:
+        calls.append(1)
+        return torch.sin(torch.cos(h))
+
+    w = INIT.clone().requires_grad_()
+    h = tl.fori_loop(
+        0, 8, lambda i, h: torch.utils.checkpoint.checkpoint(inner, h, use_reentrant=False), w, checkpoints=plan
+    )
+    assert len(calls) <= 10
+    h.sum().backward()
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+@pytest.mark.parametrize("plan", MEASURED, ids=str)
+def test_scripts_and_sparse_weights_under_a_budget(plan: Any) -> None:
+    scripted: Any = torch.jit.script(nn.Linear(3, 3))
+    matrix = torch.eye(3).to_sparse().requires_grad_()
+
+    def body(c: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return torch.sin(matrix @ scripted(c)[:, None])[:, 0] + x, None
+
+    found, expected = (tl.scan(body, INIT, XS, checkpoints=how)[0].sum() for how in (plan, None))
+    wanted = [*scripted.parameters(), matrix]
+    for x, y in zip(torch.autograd.grad(found, wanted), torch.autograd.grad(expected, wanted), strict=True):
+        torch.testing.assert_close(x.to_dense(), y.to_dense())
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")

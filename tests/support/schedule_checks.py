@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 
 from tensorloop import Checkpoints
-from tensorloop.schedule import Action, Advance, Backward, Drop, Restore, Schedule, Snapshot
+from tensorloop.schedule import Action, Advance, Backward, Drop, Release, Restore, Schedule, Snapshot
 
 
 class Broken(Exception):
@@ -27,6 +27,7 @@ class Machine:
         self.length, self.k = length, k
         self.at: int | None = 0  # the working state
         self.held = set[int]()
+        self.kept = dict[int, int]()  # steps whose residuals are kept
         self.left = length  # steps 0..left-1 are not reversed yet
         self.extra = self.most = self.snapshots = 0
         self.done: list[Action] = []
@@ -39,6 +40,11 @@ class Machine:
                 rule(start < stop <= self.length, f"{action}: not a stretch of the {self.length} steps")
                 self.extra += 0 if keep else stop - start
                 self.at = stop
+                if keep:
+                    self.kept[start] = stop
+            case Release(start, stop):
+                rule(self.kept.pop(start, None) == stop, f"{action}: not kept")
+                self.extra += stop - start
             case Snapshot(step):
                 rule(self.at == step, f"{action}: the working state is at {self.at}")
                 rule(step not in self.held, f"{action}: held already")
@@ -72,7 +78,7 @@ def swept(schedule: Schedule, length: int, known: bool = True, prompt: bool = Tr
         rule(bool(machine.done) or action == Snapshot(0), f"{action}: comes first")
         rule(not (known and action == Snapshot(length)), f"{action}: at the end")
         if not known and isinstance(action, Advance) and action.stop > length:
-            machine.do(Advance(action.start, length))
+            machine.do(Advance(action.start, length, action.keep))
             break
         machine.do(action)
     rule(machine.at == length, f"the sweep ended at {machine.at}")

@@ -86,7 +86,8 @@ class Reversal:
                 actions = singly(actions, snapshots.by_step)
             for action in actions:
                 if isinstance(action, schedule.Restore):
-                    state = [] if (action.step, swept.taken) in swept.kept else self.replay.restore(action.step)
+                    kept = any(action.step == start for start, _ in swept.kept)
+                    state = [] if kept else self.replay.restore(action.step)
                 elif isinstance(action, schedule.Drop):
                     snapshots.drop(action.step)
                 elif isinstance(action, schedule.Advance):
@@ -94,7 +95,7 @@ class Reversal:
                 elif isinstance(action, schedule.Snapshot):
                     known = self.replay.steps.known_of(state)
                     state = snapshots.keep(action.step, state, action.place, known=known)
-                else:
+                elif isinstance(action, schedule.Backward):
                     self._reverse(action.step, action.step + action.steps, state)
                     self.bar.update(action.steps)
                     state = []

@@ -49,7 +49,7 @@ _R = TypeVar("_R")
 
 _NONE: dict[str, Any] = {}
 _PLAIN = frozenset({int, float, bool, str, type(None), torch.dtype, torch.device, torch.Size})
-_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook})
+_HOOKS = frozenset({Tensor.register_hook, Tensor.register_post_accumulate_grad_hook, Tensor.retain_grad})
 
 
 class Met(NamedTuple):
@@ -80,6 +80,7 @@ class Captures(TorchFunctionMode):
         self.nodes: list[weakref.ref[Any]] = []  # the nodes of checkpointed loops inside a step
         self.escapes = False  # whether steps have taken hold of memory, so that they may write to it unseen
         self.replaying = False
+        self.hooks = False  # whether steps registered hooks
         self.judge: Judge | None = None  # who follows the body's Python, and rests while torch runs
         self.told = False  # whether the body's Python was told of numbers in tensors
         self.step = 0
@@ -134,8 +135,10 @@ class Captures(TorchFunctionMode):
             with overrides.unseen():  # recorders around this one count what the body makes
                 candidates = {id(x) for x, _ in use.candidates}
                 self.writes.before((*args, *kwargs.values()), writes is UNSEEN, self._is_met, candidates)
-        elif func in _HOOKS and here.recorder is self:
-            self._before_hook(args[0])
+        elif func in _HOOKS:
+            self.hooks = True
+            if here.recorder is self and func is not Tensor.retain_grad:
+                self._before_hook(args[0])
         try:
             out = func(*args, **kwargs)
         except RuntimeError as error:

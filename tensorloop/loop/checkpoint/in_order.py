@@ -3,7 +3,7 @@
 from collections.abc import Container, Iterator
 
 from tensorloop._common.errors import Misuse
-from tensorloop.schedule import Action, Advance, Backward, Drop, Restore, Schedule, Snapshot
+from tensorloop.schedule import Action, Advance, Backward, Drop, Release, Restore, Schedule, Snapshot
 
 
 def singly(actions: Iterator[Action], held: Container[int]) -> Iterator[Action]:
@@ -33,7 +33,7 @@ def reversal(schedule: Schedule, length: int, held: list[int]) -> Iterator[Actio
     for action in schedule.reverse(length, sorted(held)):
         if isinstance(action, Restore):
             at = action.step
-        elif not isinstance(action, Drop):
+        elif not isinstance(action, Drop | Release):
             advances = isinstance(action, Advance)
             start = action.start if advances else action.step
             if at != start:

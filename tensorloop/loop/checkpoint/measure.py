@@ -8,12 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop._torch import graph
 from tensorloop._torch.dispatch import MemoryMode
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.engine import gradients
+from tensorloop._torch.overrides import unseen
 from tensorloop.loop.checkpoint.captures import silent
-from tensorloop.loop.effects.follow import without_effects
-from tensorloop.loop.effects.judge import Effect
 
 
 class StepBytes(NamedTuple):
@@ -31,6 +31,7 @@ class MadeBytes(MemoryMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
+        self.hooked = False  # whether hooks took what operations saved
         self._sizes: dict[weakref.ref[Any], int] = {}
         me = weakref.ref(self)
 
@@ -41,33 +42,36 @@ class MadeBytes(MemoryMode):
         self._died = died
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
-        out = func(*args, **(kwargs or {}))
-        for x in _tensors(out):
-            storage = x.untyped_storage()
-            ref = weakref.ref(storage, self._died)
-            if storage._cdata not in given and ref not in self._sizes:
-                self._sizes[ref] = storage.nbytes()
-                self.now += storage.nbytes()
-        self.peak = max(self.peak, self.now)
+        with unseen():  # the watch of a loop around counts what is asked of tensors, and what a script calls
+            given = {x.untyped_storage()._cdata for x in _tensors((args, kwargs))}
+            out = func(*args, **(kwargs or {}))
+            for x in _tensors(out):
+                storage = x.untyped_storage()
+                ref = weakref.ref(storage, self._died)
+                if storage._cdata not in given and ref not in self._sizes:
+                    self._sizes[ref] = storage.nbytes()
+                    self.now += storage.nbytes()
+            self.peak = max(self.peak, self.now)
+            self.hooked = self.hooked or graph.saving_is_hooked()
         return out
 
 
-def bytes_of_backward(
-    outputs: Sequence[Tensor], wanted: Sequence[Tensor], silenced: Iterable[Tensor], whole: bool
-) -> int:
+def runs_python(outputs: Sequence[Tensor]) -> bool:
+    """Whether differentiating a step runs code of somebody's, which is to run as often as in a plain loop."""
+    nodes = graph.walk([x.grad_fn for x in outputs if x.grad_fn is not None], lambda edge: True)
+    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+
+
+def bytes_of_backward(outputs: Sequence[Tensor], wanted: Sequence[Tensor], silenced: Iterable[Tensor]) -> int | None:
     """The most bytes that differentiating a step takes beside its residuals: gradients in, out and in between.
 
-    One more run of its backward tells, in which what the user's functions do is undone. Where they do what cannot be
-    undone, or the graph holds arrays or loops (`whole` is False), it is taken to be twice what goes in and out.
+    Its backward runs for that, with ones. None where torch refuses.
     """
-    if whole:
-        with MadeBytes() as made, contextlib.suppress(Effect), silent(silenced):
-            seeds = [torch.ones_like(x) for x in outputs]
-            found = without_effects(lambda: gradients(outputs, wanted, seeds, True))
-            del found
-            return made.peak
-    return 2 * bytes_of([*outputs, *wanted])
+    with MadeBytes() as made, contextlib.suppress(Exception), silent(silenced):
+        found = gradients(outputs, wanted, [torch.ones_like(x) for x in outputs], True)
+        del found
+        return made.peak
+    return None
 
 
 def bytes_of(tensors: Sequence[Any]) -> int:

@@ -94,6 +94,10 @@ class Checkpoints:
 Checkpoints.__init__ = named("Checkpoints")(Checkpoints.__init__)
 
 
+class WhatFits(Checkpoints):
+    """A budget that nobody gave: where it is too small, the least that works is taken."""
+
+
 def parsed(budget: Any) -> int | float:
     """A budget as bytes (int) or as a share of free memory (float)."""
     if isinstance(budget, str):
@@ -117,12 +121,13 @@ def is_auto(checkpoints: Any) -> bool:
 
 def chosen(made: int, others: int, device: torch.device) -> Checkpoints | None:
     """What "auto" comes to where a first step has made `made` bytes that stay, and so many others follow."""
-    return None if made * others <= SHARE * free_bytes(device) else Checkpoints(budget=SHARE)
+    return None if made * others <= SHARE * free_bytes(device) else WhatFits(budget=SHARE)
 
 
-def check_least(budget: int, residuals: int, beyond: int, carry: int) -> int:
+def check_least(budget: int, residuals: int, beyond: int, carry: int, lenient: bool = False) -> int:
     """What is left of a budget for the schedule, with what the step at hand takes set aside."""
     aside = 2 * carry + beyond
+    budget = max(budget, aside + residuals) if lenient else budget
     if budget < aside + residuals:
         raise WrongValue(
             f"a budget of {budget} bytes is too small for one step of this loop, which takes {aside + residuals} "
@@ -142,7 +147,7 @@ def plan_of(checkpoints: Any) -> Checkpoints | Schedule | None:
     if checkpoints is None or isinstance(checkpoints, Checkpoints | Schedule):
         return checkpoints
     if is_auto(checkpoints):
-        return Checkpoints(budget=SHARE)
+        return WhatFits(budget=SHARE)
     if isinstance(checkpoints, bool) or not isinstance(checkpoints, int):
         raise WrongType(
             f'checkpoints must be None, an int, "auto", a Schedule or a Checkpoints, got {describe(checkpoints)}; '

@@ -181,7 +181,7 @@ class Replay:
                     state = snapshots.keep(action.step, state, action.place, known=self.steps.known_of(state))
             elif isinstance(action, schedule.Drop):
                 snapshots.drop(action.step)
-            else:
+            elif isinstance(action, schedule.Advance):
                 state = self.advance(action.start, min(action.stop, swept.taken), state)
                 if action.stop >= swept.taken:
                     break

@@ -139,8 +139,8 @@ class Steps:
                 leaves, y = loop.step(t, leaves, row)
                 if tree is not None:
                     found.ys.append((t, tree.flatten(y) or []))
-                if then is not None:
-                    then(t, leaves, y)
+                if then is not None and not then(t, leaves, y):
+                    break
         return leaves
 
     def views(self, t: int) -> list[Any]:

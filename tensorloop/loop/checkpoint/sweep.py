@@ -16,8 +16,8 @@ from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
-from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, bytes_of, bytes_of_backward
-from tensorloop.loop.checkpoint.options import Checkpoints, check_least, schedule_of
+from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, bytes_of, bytes_of_backward, runs_python
+from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, check_least, schedule_of
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves, flags_of
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
@@ -27,6 +27,7 @@ from tensorloop.schedule import Schedule
 from tensorloop.tensor_array.array import TensorArray
 
 AT_A_TIME = 8  # ys of known steps that are copied at once
+_FEW = 3  # steps whose residuals fit: with fewer, and an unknown length, carries alone are placed better
 
 
 class Sweep:
@@ -67,6 +68,9 @@ class Sweep:
                     state = self.snapshots.keep(action.step, state, action.place, known=self.steps.known_of(state))
                 elif isinstance(action, schedule.Drop):
                     self.snapshots.drop(action.step)
+                elif isinstance(action, schedule.Release):
+                    for steps in [x for x in self.kept if action.start <= x[0] < action.stop]:
+                        del self.kept[steps]
                 elif going:
                     state, going = self._advance(state, action.stop, progress, action.keep)
                 if not going:
@@ -149,7 +153,9 @@ class Sweep:
         for action in self.schedule.sweep(self.length):
             if isinstance(action, schedule.Snapshot) and action.step < self.loop.taken:
                 skipped.add(action.step)
-            elif not (isinstance(action, schedule.Drop) and action.step in skipped):
+            elif isinstance(action, schedule.Drop) and action.step in skipped:
+                skipped.remove(action.step)
+            else:
                 yield action
 
     def _schedule_within(self, budget: int, residuals: int | None) -> Schedule:
@@ -157,8 +163,9 @@ class Sweep:
         sizes, length, moved = self.sizes, self.length, self.snapshots.places.default is not None
         assert sizes is not None
         carry, step = max(sizes.carry, 1), max(sizes.residuals, 1)
-        room = check_least(budget, step * (residuals or 1), sizes.beyond, sizes.carry)
-        if length is not None and residuals is None:
+        lenient = isinstance(self.plan, WhatFits)
+        room = check_least(budget, step * (residuals or 1), sizes.beyond, sizes.carry, lenient)
+        if residuals is None and (length is not None or room >= _FEW * step):
             return schedule.Budgeted(room, 0 if moved else carry, step)
         residuals = residuals or max(room // (2 * step), 1)
         return schedule_of(max((room - residuals * step) // carry, 1), length, residuals)
@@ -171,7 +178,7 @@ class Sweep:
         while self.loop.taken < stop:
             if self.steps.knows(state):
                 # Hooks would take what is kept for another's, such as the checkpoint of torch's around the loop.
-                keep = keep and self.loop.cond is self.loop.until is None and not saving_is_hooked()
+                keep = keep and not saving_is_hooked()
                 return (self._keep if keep else self._advance_known)(state, stop, progress)
             state = self._step(self.loop.taken, state)
             self.loop.taken += 1
@@ -203,10 +210,9 @@ class Sweep:
         if self.schedule is None:
             with MadeBytes() as made:
                 new, y = steps.run(t, leaves, row)
-            forward = made.peak
         else:
             new, y = steps.run(t, leaves, row)
-            forward = 0
+            made = None
         if steps.body.fills:
             steps.must_repeat(t, new, y)
         for i, _ in recorded:
@@ -236,27 +242,33 @@ class Sweep:
             captures.end_arrays()
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
-        if self.schedule is None:
-            self._measure(forward, outputs, arguments, ys, after)
+        if made is not None:
+            del new, y
+            self._measure(made, outputs, arguments, ys, after)
             self.measured = flags_of(state) == flags_of(after)
             return after
         return steps.learn(t, state, after, leaves, row)
 
     def _measure(
-        self, forward: int, outputs: list[Tensor], arguments: list[Tensor], ys: list[Any], after: State
+        self, made: MadeBytes, outputs: list[Tensor], arguments: list[Tensor], ys: list[Any], after: State
     ) -> None:
-        """Notes the bytes of a step that has run, and took so many at most."""
+        """Notes the bytes of a step that has run."""
         captures = self.captures
         held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
-        outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
-        residuals = graph.residual_bytes(outputs, outside, held)
         captured = [*captures.recorded.values()]
         wanted = [*(x for x in arguments if x.requires_grad), *captured]
-        whole = not (captures.arrays or captures.loops or captures.nodes or self.array_tokens)
-        whole = whole and all(x.layout is torch.strided for x in outputs)
-        backward = bytes_of_backward(outputs, wanted, captured, whole) if outputs else 0
+        unclear = made.hooked or captures.arrays or captures.hooks or self.array_tokens or runs_python(outputs)
+        if unclear:  # what is kept is not to be asked, nor may code of somebody's run more often
+            residuals = made.now
+        else:
+            outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
+            residuals = graph.residual_bytes(outputs, outside, held)
+        backward = bytes_of_backward(outputs, wanted, captured) if outputs and not unclear else None
+        if backward is None:
+            backward = 2 * made.peak + bytes_of([*outputs, *wanted])
         # Steps that are reversed at once add their gradients up one by one: there are two more of a capture at a time.
-        beyond = max(forward - residuals, backward) + 2 * max((x.nbytes for x in captured), default=0)
+        largest = max((bytes_of([x]) for x in captured), default=0)
+        beyond = max(made.peak - residuals, backward) + 2 * largest + 2 * bytes_of(held)
         if (waiting := AT_A_TIME * bytes_of(held)) <= residuals:
             beyond += waiting
         else:
@@ -275,11 +287,12 @@ class Sweep:
         assert known is not None
         leaves, recorded, tokens = as_leaves(state)
         found = Recomputed(recorded + tokens, [], [], [], [], [])
-        leaves = self.steps.run_recorded(range(start, stop), leaves, found, self._after_known(progress))
+        self.after_known = self.after_known or self._after_known(progress)
+        leaves = self.steps.run_recorded(range(start, stop), leaves, found, self.after_known)
         found.carry.extend(leaves)
-        self.kept[start, stop] = found
+        self.kept[start, self.loop.taken] = found
         state = known.state_of(leaves)
-        return state, self._ask(state)
+        return state, self._ask(state) if self.loop.cond is self.loop.until is None else self.loop.going
 
     def _after_known(self, progress: Any) -> Callable[[int, list[Any], Any], bool]:
         """Returns what is done after each known step, and says whether the loop goes on."""

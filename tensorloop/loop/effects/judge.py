@@ -314,6 +314,8 @@ class Judge(Stores):
             return None
         if self.owns(owner) or id(owner) in self.made or (kind is types.GeneratorType and self.is_new(owner)):
             return self._arguments(frame, name, args)
+        if self.notes is not None and not self.notes.refuses:
+            self.reads(frame, owner)
         return self.refuse(frame, f"calls {name}() of a {kind.__name__} from outside", name == "setdefault")
 
     # -- types

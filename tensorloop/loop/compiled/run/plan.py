@@ -258,9 +258,12 @@ class Plan:
         """Returns the bytes that one kept carry takes."""
         return sum(bytes_of(n) for n in self.step.carry if not grows(n))
 
-    def bytes_of_sums(self) -> int:
-        """Returns the bytes of the gradients that a block of steps gives to invariants, before they are added up."""
-        return sum(bytes_of(self.step.invariants[k]) for k in self.reached(NONE).invariants) if self.grad else 0
+    def bytes_beyond(self) -> int:
+        """Estimates what blocks take beside their steps' bytes: gradients before they are added up, and temporaries."""
+        graphs = [self.step.graph, *([self.backward().step.graph] if self.grad else [])]
+        largest = max((bytes_of(n) for graph in graphs for n in graph.nodes if n.op == "call_function"), default=0)
+        sums = sum(bytes_of(self.step.invariants[k]) for k in self.reached(NONE).invariants) if self.grad else 0
+        return 2 * self.bytes_of_carry() + sums + 2 * largest
 
     def bytes_reversed(self) -> int:
         """Estimates the bytes of a step while it is run again and reversed: most of what is kept has a gradient."""
