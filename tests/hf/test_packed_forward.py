@@ -288,7 +288,7 @@ def test_bad_completions_are_refused():
     empty = tl.PackedTensor(torch.ones(0).long(), [0])
     with pytest.raises(ValueError, match=r"completion_logprobs: prompts\[0\] is empty"):
         hf.completion_logprobs(_llama(), empty, two)
-    with pytest.raises(ValueError, match="completion_logprobs: temperature must be a number above 0, got int 0"):
+    with pytest.raises(ValueError, match="completion_logprobs: temperature must be a finite number above 0, got int 0"):
         hf.completion_logprobs(_llama(), one, two, temperature=0)
     with pytest.raises(ValueError, match="completion_logprobs: prompts has 1 rows, completions 2"):
         hf.completion_logprobs(_llama(), one, tl.PackedTensor(torch.ones(2).long(), [1, 1]))

@@ -167,11 +167,11 @@ def test_what_is_refused() -> None:
     ids = prompts(model, padded=False)[0]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"max_new_tokens": None, "eos_token_id": []}, "nothing says when to stop"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": 0.0}, "temperature must be a finite number above 0, got float 0.0; do_sample=False takes"),
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
         ({"feed": "hard"}, "feed must be one of 'tokens'"),
-        ({"num_return_sequences": 2}, "repeat the prompts"),
+        ({"num_return_sequences": 2}, "group= is the number of continuations of each prompt"),
     ]
     for given, said in cases:
         options: dict[str, Any] = {"max_new_tokens": 4, **given}
