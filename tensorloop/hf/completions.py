@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
-from tensorloop._common.keywords import hints
 from tensorloop.hf.distribution import Distribution
 from tensorloop.hf.heads import Wanted
 from tensorloop.hf.laid import lay_completions
@@ -15,11 +14,6 @@ from tensorloop.hf.packed import check_ids, check_model, score_rows
 from tensorloop.hf.positions import find_numbering
 from tensorloop.hf.token_scores import Scoring
 from tensorloop.packed import PackedTensor
-
-_KEYWORDS = hints(
-    ("num_generations num_return_sequences group_size", "group= is the number of completions of each prompt"),
-    ("compute_entropy entropy entropies", "return_entropy=True returns entropies too"),
-)
 
 
 @overload
@@ -40,7 +34,7 @@ def completion_logprobs(
     return_entropy: Literal[False] = False,
     **options: Any,
 ) -> PackedTensor: ...
-@named("hf.completion_logprobs", _KEYWORDS)
+@named("hf.completion_logprobs")
 def completion_logprobs(
     model: nn.Module,
     prompts: PackedTensor,

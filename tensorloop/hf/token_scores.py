@@ -148,7 +148,7 @@ class Scoring(NamedTuple):
         chunks = list(zip(hidden.split(self.chunk_size), tokens.split(self.chunk_size), strict=True))
         if not torch.is_grad_enabled() or len(chunks) == 1:
             return torch.cat([score(*chunk) for chunk in chunks])
-        contexts = nullcontext(), _Unchanged(lambda: [hidden, tokens, *read()], self.name)
+        contexts = nullcontext(), _Unchanged(read, self.name)
         again: Any = partial(checkpoint, score, use_reentrant=False, context_fn=lambda: contexts)
         return torch.cat([*(again(*chunk) for chunk in chunks[:-1]), score(*chunks[-1])])
 
@@ -172,7 +172,10 @@ class Scoring(NamedTuple):
 
 
 class _Unchanged:
-    """A context in which a chunk runs again: raises where a tensor that it reads is no longer what it was."""
+    """A context in which a chunk runs again: raises where a tensor that the head reads is no longer what it was.
+
+    torch sees that of what is saved for backward; that is not all, where some of it needs no gradient.
+    """
 
     def __init__(self, read: Callable[[], list[Tensor]], name: str) -> None:
         self._read, self._name, self._tensors = read, name, read()
@@ -184,9 +187,8 @@ class _Unchanged:
         exchanged = any(old is not new for old, new in now if not hasattr(old, "device_mesh"))
         if exchanged or self._versions.changed() is not None:
             raise Misuse(
-                f"{self._name}: weights of the head, or what it reads, were "
-                f"{'exchanged' if exchanged else 'changed in place'} before backward, which makes logits from them "
-                "again; call backward first"
+                f"{self._name}: weights of the head were {'exchanged' if exchanged else 'changed in place'} before "
+                "backward, which makes logits from them again; call backward first"
             )
 
     def __exit__(self, *_: object) -> None:
