@@ -120,7 +120,9 @@ def _backward(grad: Tensor, given: Attended, sight: Sight) -> tuple[Tensor | Non
     """The gradients of q, k and v and of the tensors of a sight, from what `_forward` gave and that of its output."""
     q, k, v, out, lse = given
     flash, tensors = _by_flash(q, sight), StripTensors(sight, q)
-    overlaps = sight.blocks is not None or sight.trees is not None or sight.near or sight.scored  # a key may be in several strips
+    overlaps = (
+        sight.blocks is not None or sight.trees is not None or sight.near or sight.scored
+    )  # a key may be in several strips
     sums = q.dtype if flash and not overlaps else widen(q.dtype)
     meet = overlaps or not flash  # gradients of a key from several strips
     grads = [_Target(q.shape, q, q.dtype), *(_Target(x.shape, x, sums, meet) for x in (k, v))]

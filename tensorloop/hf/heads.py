@@ -13,6 +13,7 @@ from collections.abc import Callable
 from functools import partial
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
 from transformers.modeling_outputs import CausalLMOutput
@@ -60,7 +61,8 @@ def replace_logits(copied: PreTrainedModel, wanted: Wanted) -> None:
             keeps = "logits_to_keep" in signature_of(model).names
             logits = model.forward(*args, **options, **({"logits_to_keep": places} if keeps else {})).logits[0]
             found = wanted.of_logits(logits if keeps else logits[places])
-        return CausalLMOutput(logits=found[None])  # pyright: ignore[reportArgumentType]
+        # FSDP hooks into what a forward returns, and warns of views.
+        return CausalLMOutput(logits=torch.stack([found]))  # pyright: ignore[reportArgumentType]
 
     vars(copied)["forward"] = forward
 

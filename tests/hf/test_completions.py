@@ -31,8 +31,9 @@ MODELS: dict[str, Any] = {
     ),
     "cohere, scaled": lambda: transformers.CohereConfig(**{**FEWER, "logit_scale": 0.3}),
     "granite, scaled": lambda: transformers.GraniteConfig(**FEWER, logits_scaling=3.0),
-    "gpt-oss, sinks": lambda: transformers.GptOssConfig(
-        **FEWER, sliding_window=4, num_local_experts=2, num_experts_per_tok=1
+    "granite, sinks": lambda: transformers.GraniteSWAConfig(
+        **FEWER, sliding_window=4, layer_types=["full_attention", "sliding_attention"], logits_scaling=2.0,
+        layer_rope_theta=[10000.0, 10000.0], attn_implementation="eager",
     ),
     "roberta": lambda: transformers.RobertaConfig(
         **{**FEW, "max_position_embeddings": 96}, is_decoder=True, attention_probs_dropout_prob=0.0,
@@ -318,9 +319,7 @@ def test_models_that_cannot_take_it_are_refused_by_name(group: int) -> None:
     chunked = transformers.Llama4ForCausalLM(
         transformers.Llama4TextConfig(**FEW, attention_chunk_size=4, num_local_experts=1, intermediate_size_mlp=8)
     )
-    mamba = transformers.MambaForCausalLM(
-        transformers.MambaConfig(vocab_size=41, hidden_size=8, num_hidden_layers=1)
-    )
+    mamba = transformers.MambaForCausalLM(transformers.MambaConfig(vocab_size=41, hidden_size=8, num_hidden_layers=1))
     gpt2 = _make("gpt2, tied")
     with pytest.raises(ValueError, match="ids has a row of 97 tokens, but model has 96 positions"):
         hf.completion_logprobs(gpt2, _rows([90]), _rows([7] * group), group=group)

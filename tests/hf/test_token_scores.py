@@ -227,7 +227,12 @@ def test_bad_input_is_refused() -> None:
         ((head, hidden, tokens.to("meta")), {}, ValueError, "hidden is on cpu, tokens on meta"),
         ((head, hidden, tokens - 100), {}, IndexError, r"tokens has -\d+, expected 0 to 10; leave out what is padding"),
         ((head, hidden, tokens + 11), {}, IndexError, r"tokens has \d+, expected 0 to 10"),
-        ((nn.Flatten(0), hidden, tokens), {}, ValueError, r"head must make logits \(n, V\) of states \(4, 5\), got \(2"),
+        (
+            (nn.Flatten(0), hidden, tokens),
+            {},
+            ValueError,
+            r"head must make logits \(n, V\) of states \(4, 5\), got \(2",
+        ),
         ((head, hidden, tokens), {"chunk_size": 0}, ValueError, "chunk_size must be at least 1, got 0"),
         ((head, hidden, tokens), {"chunk_size": 2.5}, TypeError, "chunk_size must be an int"),
         ((head, hidden, tokens), {"return_entropy": 1}, TypeError, "return_entropy must be True or False, got int 1"),
