@@ -2,7 +2,6 @@
 
 from typing import Any, Literal, overload
 
-import torch
 from torch import Tensor, nn
 
 from tensorloop._common import arguments

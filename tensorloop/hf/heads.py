@@ -99,7 +99,7 @@ class _Head:
             hook.remove()
         states = getattr(seen[1], "last_hidden_state", None) if seen else None
         made = isinstance(states, Tensor) and states.dim() == 3 and states.shape[:2] == options["input_ids"].shape
-        return cls(model, *seen, args, options) if made and isinstance(seen[1], ModelOutput) else None
+        return cls(model, seen[0], seen[1], args, options) if made and isinstance(seen[1], ModelOutput) else None
 
     def states(self, places: Tensor) -> Tensor:
         """(M, d)"""

@@ -1,7 +1,7 @@
 """Where the tokens of rows stand in one packed pass, and which positions they have; prompts that several rows share."""
 
 from itertools import accumulate
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -32,7 +32,7 @@ def lay_completions(
     """Each prompt and then its `group` completions, and the place of the token before each token of these."""
     owner = torch.arange(len(prompts.lens), device=prompts.device).repeat_interleave(group)
     each = prompts if group == 1 else prompts[owner]
-    rows = torch.cat([each, completions], 1)
+    rows: Any = torch.cat([each, completions], 1)
     before = each.lens[completions.row_ids]  # tokens of the prompt
     first, at = completions.positions == 0, completions.positions
     if group == 1:

@@ -98,9 +98,9 @@ def attend(
     rows.calls += 1
     rules: dict[str, Any]
     if rows.trees is not None:
-        parts = (x.transpose(1, 2) for x in (query, key, value))
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
         rules = {"window": window, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
-        return attend_trees(*parts, rows.trees, scale=scaling, **rules), None
+        return attend_trees(q, k, v, rows.trees, scale=scaling, **rules), None
     q, k, v = (PackedTensor(x[0].transpose(0, 1), rows.dim) for x in (query, key, value))
     near = None if window is None or rows.dim.max_len <= window else window
     rules = {"window": near, "softcap": softcap, "dropout": dropout, "sinks": s_aux}

@@ -143,7 +143,8 @@ def rollout(
 
     Raises:
         TypeError: a model without a cache, arguments of another type.
-        ValueError: numbers out of range, masks that are no padding, devices, more tokens than learned positions, no end to come.
+        ValueError: numbers out of range, masks that are no padding, devices, more tokens than learned positions, no
+            end to come.
         RuntimeError: logits that are NaN: the row and the step.
 
     Sources: Williams 1992; Bengio et al. 2013 (1308.3432) for straight-through.

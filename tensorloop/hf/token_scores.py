@@ -8,7 +8,7 @@ The last chunk is the first that backward needs, and is kept.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
-from typing import Any, Literal, NamedTuple, overload
+from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
 from torch import Tensor, nn
@@ -21,14 +21,27 @@ from tensorloop._torch.versions import Versions
 from tensorloop.hf.distribution import Distribution
 
 
+class _Options(TypedDict, total=False):
+    temperature: float
+    top_k: int | None
+    top_p: float | None
+    min_p: float | None
+    chunk_size: int
+
+
 @overload
 def token_logprobs(
-    head: nn.Module, hidden: Tensor, tokens: Tensor, *, return_entropy: Literal[False] = False, **options: Any
-) -> Tensor: ...
-@overload
-def token_logprobs(
-    head: nn.Module, hidden: Tensor, tokens: Tensor, *, return_entropy: Literal[True], **options: Any
+    head: nn.Module, hidden: Tensor, tokens: Tensor, *, return_entropy: Literal[True], **options: Unpack[_Options]
 ) -> tuple[Tensor, Tensor]: ...
+@overload
+def token_logprobs(
+    head: nn.Module,
+    hidden: Tensor,
+    tokens: Tensor,
+    *,
+    return_entropy: Literal[False] = False,
+    **options: Unpack[_Options],
+) -> Tensor: ...
 @named("hf.token_logprobs")
 def token_logprobs(
     head: nn.Module,

@@ -35,7 +35,8 @@ def _rows(trees: list[Tree]) -> list[tuple[Tensor, int]]:
     return rows
 
 
-def _alone(q: Tensor, k: Tensor, v: Tensor, trees: list[Tree], **options: Any) -> Tensor:
+def _alone(parts: Any, trees: list[Tree], **options: Any) -> Tensor:
+    q, k, v = parts
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
     for tokens, own in _rows(trees):
         if own:
@@ -44,7 +45,7 @@ def _alone(q: Tensor, k: Tensor, v: Tensor, trees: list[Tree], **options: Any) -
     return out
 
 
-def _parts(trees: list[Tree], dtype: torch.dtype = torch.float64) -> list[Tensor]:
+def _parts(trees: list[Tree], dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
     count = sum(x.size for x in trees)
     return [torch.randn(1, count, heads, 4, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
@@ -65,7 +66,7 @@ def test_rows_are_what_they_are_alone(
             monkeypatch.setattr(engine, name, most)
     trees = _trees(sizes)
     parts = _parts(trees)
-    found, wanted = attend_trees(*parts, trees, **options), _alone(*parts, trees, **options)
+    found, wanted = attend_trees(*parts, trees=trees, **options), _alone(parts, trees, **options)
     torch.testing.assert_close(found, wanted)
     grads = [torch.autograd.grad(x.sin().sum(), parts) for x in (found, wanted)]
     torch.testing.assert_close(*grads)
@@ -79,7 +80,7 @@ def test_sinks_and_second_derivatives() -> None:
     def run(q: Tensor, k: Tensor, v: Tensor, sinks: Tensor) -> Tensor:
         return attend_trees(q, k, v, trees, sinks=sinks)
 
-    torch.testing.assert_close(run(*parts), _alone(*parts[:3], trees, sinks=sinks))
+    torch.testing.assert_close(run(*parts), _alone(parts[:3], trees, sinks=sinks))
     assert torch.autograd.gradcheck(run, parts)
     assert torch.autograd.gradgradcheck(run, parts)
 
@@ -88,22 +89,22 @@ def test_dropout_is_the_same_in_the_formula() -> None:
     trees = _trees([(30, [4, 2]), (6, [40])])
     parts = _parts(trees)
     torch.manual_seed(1)
-    out = attend_trees(*parts, trees, dropout=0.3)
+    out = attend_trees(*parts, trees=trees, dropout=0.3)
     grads = torch.autograd.grad(out.sum(), parts)
     again = torch.autograd.grad(_dropped(parts, trees).sum(), parts, create_graph=True)  # makes all weights
     torch.testing.assert_close(grads, again)
 
 
-def _dropped(parts: list[Tensor], trees: list[Tree]) -> Tensor:
+def _dropped(parts: Any, trees: list[Tree]) -> Tensor:
     torch.manual_seed(1)
-    return attend_trees(*parts, trees, dropout=0.3)
+    return attend_trees(*parts, trees=trees, dropout=0.3)
 
 
 def test_bytes_kept_are_those_of_a_token_once() -> None:
     trees = _trees([(256, [16] * 8)])
     parts = _parts(trees, torch.float32)
     with memory.track() as tracked:
-        out = attend_trees(*parts, trees)
+        out = attend_trees(*parts, trees=trees)
         kept = tracked.live
     count = 256 + 128
     assert out.shape == (1, count, 4, 4)

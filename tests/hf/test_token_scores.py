@@ -77,7 +77,7 @@ def test_second_derivatives_are_those_of_all_logits() -> None:
 
     assert torch.autograd.gradgradcheck(by_chunks, (hidden, torch.ones(WIDTH, dtype=torch.float64, requires_grad=True)))
     found, wanted = (
-        torch.autograd.grad(sum(x.square().sum() for x in _grads_again(head, hidden, out)), list(head.parameters()))
+        torch.autograd.grad(_squares(head, hidden, out), list(head.parameters()))
         for out in (
             hf.token_logprobs(head, hidden, tokens, chunk_size=3, return_entropy=True),
             _whole(head, hidden, tokens),
@@ -86,8 +86,10 @@ def test_second_derivatives_are_those_of_all_logits() -> None:
     torch.testing.assert_close(found, wanted)
 
 
-def _grads_again(head: nn.Module, hidden: Tensor, out: tuple[Tensor, Tensor]) -> Any:
-    return torch.autograd.grad(out[0].sum() + out[1].square().sum(), [hidden, *head.parameters()], create_graph=True)
+def _squares(head: nn.Module, hidden: Tensor, out: tuple[Tensor, Tensor]) -> Tensor:
+    loss = out[0].sum() + out[1].square().sum()
+    grads = torch.autograd.grad(loss, [hidden, *head.parameters()], create_graph=True)
+    return torch.stack([x.square().sum() for x in grads]).sum()
 
 
 class _Masked(nn.Module):
@@ -107,7 +109,8 @@ def test_logits_of_minus_infinity_and_ties() -> None:
     torch.manual_seed(3)
     head, hidden = _Masked(), torch.randn(10, WIDTH, dtype=torch.float64, requires_grad=True)
     tokens = torch.randint(VOCABULARY, (10,))
-    for cuts in ({}, {"top_k": 2}, {"min_p": 0.5}):
+    cases: list[dict[str, Any]] = [{}, {"top_k": 2}, {"min_p": 0.5}]
+    for cuts in cases:
         wanted = _whole(head, hidden, tokens, **cuts)
         found = hf.token_logprobs(head, hidden, tokens, chunk_size=4, return_entropy=True, **cuts)
         torch.testing.assert_close(found, wanted)
@@ -164,8 +167,8 @@ def test_bytes_are_those_of_one_chunk(entropy: bool) -> None:
     made: list[int] = []
     head.register_forward_hook(lambda module, given, out: made.append(len(out)))
     with memory.track() as tracked:
-        out = hf.token_logprobs(head, hidden, tokens, chunk_size=chunk, return_entropy=entropy)
-        loss = sum(x.sum() for x in out) if entropy else out.sum()
+        out: Any = hf.token_logprobs(head, hidden, tokens, chunk_size=chunk, return_entropy=entropy)  # pyright: ignore
+        loss = torch.stack(out).sum() if entropy else out.sum()
         forward, kept = tracked.peak, tracked.live
         tracked.reset_peak()
         torch.autograd.grad(loss, [hidden, head.weight])
