@@ -17,7 +17,7 @@ from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import arrays, engine, gpu
 from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
 from tensorloop.attention.reading import read_numbers, read_tensors
-from tensorloop.attention.trees import Tree
+from tensorloop.attention.trees import TokenTree
 from tensorloop.kernels.sight import Sight
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.autograd import check_gradient
@@ -203,7 +203,7 @@ def attend_trees(
     q: Tensor,
     k: Tensor,
     v: Tensor,
-    trees: Sequence[Tree],
+    trees: Sequence[TokenTree],
     *,
     scale: float | None = None,
     window: int | None = None,

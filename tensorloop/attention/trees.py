@@ -23,7 +23,7 @@ _FEW = 128  # queries: so many are computed together whatever their stem
 _NEAR = 64  # and at least so many where a window lets each see few keys
 
 
-class Tree(NamedTuple):
+class TokenTree(NamedTuple):
     """Describes where the tokens of a tree stand among N."""
 
     start: int
@@ -89,7 +89,7 @@ def _cut_branch(
         yield Strip(queries, keys, mask=partial(make_span_mask, sight, *places, device), row=0)
 
 
-def _see_tree(sight: Sight, tree: Tree, first: int, device: torch.device) -> Tensor:
+def _see_tree(sight: Sight, tree: TokenTree, first: int, device: torch.device) -> Tensor:
     """(1, 1, L, S) bool: what the tokens of a tree from `first` on see of it."""
     lens = torch.tensor([tree.stem, *tree.branches], device=device)
     branch = torch.arange(len(lens), device=device).repeat_interleave(lens)

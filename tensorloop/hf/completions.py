@@ -1,16 +1,18 @@
 """Log-probabilities of completions after their prompts, which run once for a group of them: `completion_logprobs`."""
 
+from itertools import accumulate
 from typing import Any, Literal, overload
 
+import torch
 from torch import Tensor, nn
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
+from tensorloop.attention import TokenTree
 from tensorloop.hf.distribution import Distribution
 from tensorloop.hf.heads import Wanted
-from tensorloop.hf.laid import lay_completions
-from tensorloop.hf.packed import check_ids, check_model, score_rows
-from tensorloop.hf.positions import find_numbering
+from tensorloop.hf.packed import LaidRows, check_ids, check_model, lay_rows, score_rows
+from tensorloop.hf.positions import Numbering, find_numbering, number_rows
 from tensorloop.hf.token_scores import Scoring
 from tensorloop.packed import PackedTensor
 
@@ -52,6 +54,9 @@ def completion_logprobs(
 
     It is what policy gradients (RLOO, GRPO) and preference losses (DPO) need; its `sum(1)` are those of whole
     completions. With `group`, a prompt runs once, and its completions attend to it.
+
+        log_probs = tl.hf.completion_logprobs(model, prompts, completions, group=8)
+        log_probs, entropies = tl.hf.completion_logprobs(model, prompts, completions, return_entropy=True)
 
     Args:
         model: a model of transformers, decoder-only, as for `packed_forward`.
@@ -129,3 +134,34 @@ def _check_rows(prompts: Any, completions: Any, group: int) -> None:
     if bool(lone.any()):
         row = int(lone.nonzero()[0])
         raise WrongValue(f"prompts[{row}] is empty, so that nothing predicts its completion's first token; put a <bos>")
+
+
+def lay_completions(
+    prompts: PackedTensor, completions: PackedTensor, group: int, numbering: Numbering | None
+) -> tuple[LaidRows, Tensor]:
+    """Lays each prompt before its `group` completions, and finds the place of the token before each of their tokens."""
+    owner = torch.arange(len(prompts.lens), device=prompts.device).repeat_interleave(group)
+    each = prompts if group == 1 else prompts[owner]
+    rows: Any = torch.cat([each, completions], 1)
+    before = each.lens[completions.row_ids]  # tokens of the prompt
+    first, at = completions.positions == 0, completions.positions
+    if group == 1:
+        places = rows.dims[0].offsets[:-1][completions.row_ids] + before + at - 1
+        return lay_rows(rows, numbering), places
+    lens = completions.lens.view(-1, group)
+    dim = PackedTensor(rows.values.new_zeros(int(prompts.lens.sum() + lens.sum())), prompts.lens + lens.sum(1)).dims[0]
+    starts = dim.offsets[:-1]
+    begin = (starts + prompts.lens)[:, None] + lens.cumsum(1) - lens  # (B, group), where completions begin
+    of_prompts = starts[prompts.row_ids] + prompts.positions
+    of_completions = begin.flatten()[completions.row_ids] + at
+    last = (starts + prompts.lens - 1)[owner][completions.row_ids]  # of the prompt
+    numbers, numbered = number_rows(prompts, numbering), number_rows(rows, numbering)
+    ids, positions = (x.new_empty(dim.total) for x in (rows.values, numbered))
+    ids[of_prompts], ids[of_completions] = prompts.values, completions.values
+    positions[of_prompts] = numbers
+    positions[of_completions] = numbered[rows.dims[0].offsets[:-1][completions.row_ids] + before + at]
+    sizes = zip(prompts.lens.tolist(), lens.tolist(), strict=True)
+    trees = [TokenTree(0, stem, branches) for stem, branches in sizes]
+    ends = accumulate((x.size for x in trees), initial=0)
+    trees = [x._replace(start=start) for x, start in zip(trees, ends, strict=False)]
+    return LaidRows(ids, positions, rows, dim, trees), torch.where(first, last, of_completions - 1)

@@ -10,7 +10,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 
 
 class Distribution(NamedTuple):
-    """What is done to logits, in the order of transformers: divided, then cut by top_k, top_p and min_p."""
+    """Holds what is done to logits, in the order of transformers: divided, then cut by top_k, top_p and min_p."""
 
     temperature: float = 1.0
     top_k: int | None = None

@@ -23,14 +23,14 @@ from tensorloop.hf.signature import signature_of
 
 
 class Wanted(NamedTuple):
-    """What is asked of the head: (head, its input (M, d), what lists the tensors that it reads) -> (M, k)."""
+    """Describes what is asked of the head: (head, its input (M, d), what lists the tensors that it reads) -> (M, k)."""
 
     places: Tensor  # (M,) of the tokens, among N
     chunk_size: int  # rows of logits; fewer are made in the one call that there is
     score: Callable[..., Tensor]
 
     def of_logits(self, logits: Tensor) -> Tensor:
-        """What is wanted of logits (M, V) that are there, (M, k)."""
+        """Returns what is wanted of logits (M, V) that are there, (M, k)."""
         return self.score(lambda rows: rows, logits, list)
 
 
@@ -76,7 +76,7 @@ def _takes_chunks(model: PreTrainedModel) -> bool:
 
 
 class _Head:
-    """What a model does with hidden states, once the module `below` the head, which runs no more, has made them."""
+    """Runs what a model does with hidden states, once the module `below` the head has made them and runs no more."""
 
     def __init__(self, model: PreTrainedModel, below: nn.Module, out: ModelOutput, args: Any, options: Any) -> None:
         self._model, self._below, self._args, self._options = model, below, args, options

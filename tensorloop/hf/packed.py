@@ -1,7 +1,7 @@
 """Models on ragged batches without padding: `packed_forward`."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -10,16 +10,31 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.attention import TokenTree
 from tensorloop.hf import encoders, known
 from tensorloop.hf.heads import Wanted, replace_logits
-from tensorloop.hf.laid import Laid, lay_rows
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
-from tensorloop.hf.positions import check_rows, find_numbering
+from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
 from tensorloop.hf.signature import CACHES, signature_of
-from tensorloop.packed import PackedTensor
+from tensorloop.packed import Dim, PackedTensor
 
 _OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", *CACHES)
 _KINDS = {"full_attention", "sliding_attention"}
+
+
+class LaidRows(NamedTuple):
+    """Holds tokens (N,) as a model gets them, and their positions as it numbers them."""
+
+    ids: Tensor
+    positions: Tensor
+    rows: PackedTensor  # the rows as they are for each completion by itself
+    dim: Dim  # how the N tokens are divided
+    trees: list[TokenTree] | None = None  # where rows share their first tokens
+
+
+def lay_rows(rows: PackedTensor, numbering: Numbering | None) -> LaidRows:
+    """Lays rows one after another."""
+    return LaidRows(rows.values, number_rows(rows, numbering), rows, rows.dims[0])
 
 
 @named("hf.packed_forward")
@@ -77,15 +92,15 @@ def check_model(model: Any) -> PreTrainedModel:
     return inner
 
 
-def score_rows(model: nn.Module, laid: Laid, options: dict[str, Any], wanted: Wanted) -> Tensor:
-    """What is wanted of the head of a model after some tokens, (M, k)."""
+def score_rows(model: nn.Module, laid: LaidRows, options: dict[str, Any], wanted: Wanted) -> Tensor:
+    """Returns what is wanted of the head of a model after some tokens, (M, k)."""
     inner = check_model(model)
     _check_fit(inner, laid.rows, options)
     return _run(model, inner, laid, options, wanted)
 
 
 def _run(
-    model: nn.Module, inner: PreTrainedModel, laid: Laid, options: dict[str, Any], wanted: Wanted | None
+    model: nn.Module, inner: PreTrainedModel, laid: LaidRows, options: dict[str, Any], wanted: Wanted | None
 ) -> Tensor:
     """The logits of all tokens (N, V), or what is wanted of those at some places."""
     if not len(laid.ids):  # models do not take nothing, and who shares their gradients must run them all the same

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.attention import Tree, attend_trees, attention
+from tensorloop.attention import TokenTree, attend_trees, attention
 from tensorloop.hf import known
 from tensorloop.hf.masks import register, window_of
 from tensorloop.packed import Dim, PackedTensor
@@ -25,7 +25,7 @@ _M = TypeVar("_M", bound=nn.Module)
 class CallRows:
     """The rows of one call, and how often a layer has attended to them; `trees` where they share their first tokens."""
 
-    def __init__(self, dim: Dim, attention: str = NAME, trees: list[Tree] | None = None) -> None:
+    def __init__(self, dim: Dim, attention: str = NAME, trees: list[TokenTree] | None = None) -> None:
         self.dim, self.attention, self.calls, self.trees = dim, attention, 0, trees
 
 

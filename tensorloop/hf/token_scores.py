@@ -58,6 +58,7 @@ def token_logprobs(
     """Gives the log-probability of each token after its hidden state, without the logits of all of them.
 
         log_probs = tl.hf.token_logprobs(model.lm_head, states[:, :-1], ids[:, 1:])  # (B, T - 1)
+        log_probs, entropies = tl.hf.token_logprobs(head, states, tokens, return_entropy=True)
 
     It is `head(hidden).log_softmax(-1)`, gathered at `tokens`. For a model of transformers, whose logits may be scaled
     or capped behind its head, `hf.completion_logprobs` does all of it.
@@ -131,7 +132,7 @@ def _check_given(head: Any, hidden: Any, tokens: Any) -> None:
 
 
 class Scoring(NamedTuple):
-    """What is asked of the logits of each token, and how many rows of them are made at a time."""
+    """Holds what is asked of the logits of each token, and how many rows of them are made at a time."""
 
     drawn: Distribution
     chunk_size: int

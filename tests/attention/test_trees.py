@@ -9,7 +9,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import memory
-from tensorloop.attention import Tree, attend_trees, engine
+from tensorloop.attention import TokenTree, attend_trees, engine
 
 SIZES = {
     "short branches": [(40, [3, 0, 5]), (9, [1, 1, 1])],
@@ -19,12 +19,12 @@ SIZES = {
 }
 
 
-def _trees(sizes: list[tuple[int, list[int]]]) -> list[Tree]:
+def _trees(sizes: list[tuple[int, list[int]]]) -> list[TokenTree]:
     starts = accumulate((stem + sum(branches) for stem, branches in sizes), initial=0)
-    return [Tree(start, *size) for start, size in zip(starts, sizes, strict=False)]
+    return [TokenTree(start, *size) for start, size in zip(starts, sizes, strict=False)]
 
 
-def _rows(trees: list[Tree]) -> list[tuple[Tensor, int]]:
+def _rows(trees: list[TokenTree]) -> list[tuple[Tensor, int]]:
     """The numbers of the tokens that each row has, and how many of the last ones are its own."""
     rows = []
     for start, stem, branches in trees:
@@ -35,7 +35,7 @@ def _rows(trees: list[Tree]) -> list[tuple[Tensor, int]]:
     return rows
 
 
-def _alone(parts: Any, trees: list[Tree], **options: Any) -> Tensor:
+def _alone(parts: Any, trees: list[TokenTree], **options: Any) -> Tensor:
     q, k, v = parts
     out = torch.zeros(*q.shape[:3], v.shape[-1], dtype=q.dtype)
     for tokens, own in _rows(trees):
@@ -45,7 +45,7 @@ def _alone(parts: Any, trees: list[Tree], **options: Any) -> Tensor:
     return out
 
 
-def _parts(trees: list[Tree], dtype: torch.dtype = torch.float64) -> Any:
+def _parts(trees: list[TokenTree], dtype: torch.dtype = torch.float64) -> Any:
     torch.manual_seed(0)
     count = sum(x.size for x in trees)
     return [torch.randn(1, count, heads, 4, dtype=dtype).requires_grad_() for heads in (4, 2, 2)]
@@ -95,7 +95,7 @@ def test_dropout_is_the_same_in_the_formula() -> None:
     torch.testing.assert_close(grads, again)
 
 
-def _dropped(parts: Any, trees: list[Tree]) -> Tensor:
+def _dropped(parts: Any, trees: list[TokenTree]) -> Tensor:
     torch.manual_seed(1)
     return attend_trees(*parts, trees=trees, dropout=0.3)
 
@@ -114,4 +114,4 @@ def test_bytes_kept_are_those_of_a_token_once() -> None:
 def test_what_does_not_fit_is_refused() -> None:
     parts = _parts(_trees([(3, [2])]))
     with pytest.raises(ValueError, match="trees have 4 tokens, q has 5"):
-        attend_trees(*parts, _trees([(2, [2])]))
+        attend_trees(*parts, trees=_trees([(2, [2])]))
