@@ -108,15 +108,17 @@ def completion_logprobs(
         Distribution(temperature, top_k, top_p, min_p), chunk_size, return_entropy, "hf.completion_logprobs"
     )
     scoring.check()
-    numbering = find_numbering(check_model(model))
-    _check_rows(prompts, completions, arguments.at_least(1, group, "group"))
-    laid, places = lay_completions(prompts, completions, group, numbering)
+    inner = check_model(model)
+    group = arguments.at_least(1, group, "group")
+    _check_rows(prompts, completions, group)
+    prompts, completions = prompts.to(torch.int64), completions.to(torch.int64)
+    laid, places = lay_completions(prompts, completions, group, find_numbering(inner))
     tokens = completions.values
 
     def score(head: Any, states: Tensor, read: Any) -> Tensor:
         return scoring.run(head, states, tokens, read)
 
-    found = score_rows(model, laid, options, Wanted(places, chunk_size, score))
+    found = score_rows(model, inner, laid, options, Wanted(places, chunk_size, score))
     parts = tuple(completions._with(x) for x in found.unbind(1))
     return parts if return_entropy else parts[0]
 

@@ -92,9 +92,10 @@ def check_model(model: Any) -> PreTrainedModel:
     return inner
 
 
-def score_rows(model: nn.Module, laid: LaidRows, options: dict[str, Any], wanted: Wanted) -> Tensor:
+def score_rows(
+    model: nn.Module, inner: PreTrainedModel, laid: LaidRows, options: dict[str, Any], wanted: Wanted
+) -> Tensor:
     """Returns what is wanted of the head of a model after some tokens, (M, k)."""
-    inner = check_model(model)
     _check_fit(inner, laid.rows, options)
     return _run(model, inner, laid, options, wanted)
 
