@@ -165,7 +165,7 @@ PROGRAMS: list[Callable[[int], Any]] = [train_looped, run_packed, run_completion
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("looped")
-    run_together(folder, PROGRAMS, 60)
+    run_together(folder, PROGRAMS, 120)
     return folder
 
 
