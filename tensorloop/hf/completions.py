@@ -104,10 +104,8 @@ def completion_logprobs(
         >>> tl.hf.completion_logprobs(model, prompts, completions, group=2).sum(1).shape
         torch.Size([4])
     """
-    scoring = Scoring(
-        Distribution(temperature, top_k, top_p, min_p), chunk_size, return_entropy, "hf.completion_logprobs"
-    )
-    scoring.check()
+    drawn = Distribution(temperature, top_k, top_p, min_p)
+    scoring = Scoring(drawn, chunk_size, return_entropy, "hf.completion_logprobs").checked()
     inner = check_model(model)
     group = arguments.at_least(1, group, "group")
     _check_rows(prompts, completions, group)
@@ -118,7 +116,7 @@ def completion_logprobs(
     def score(head: Any, states: Tensor, read: Any) -> Tensor:
         return scoring.run(head, states, tokens, read)
 
-    found = score_rows(model, inner, laid, options, Wanted(places, chunk_size, score))
+    found = score_rows(model, inner, laid, options, Wanted(places, scoring.chunk_size, score))
     parts = tuple(completions._with(x) for x in found.unbind(1))
     return parts if return_entropy else parts[0]
 

@@ -8,6 +8,7 @@ The last chunk is the first that backward needs, and is kept.
 from collections.abc import Callable, Sequence
 from contextlib import nullcontext
 from functools import partial
+from itertools import zip_longest
 from typing import Any, Literal, NamedTuple, TypedDict, Unpack, overload
 
 import torch
@@ -102,8 +103,7 @@ def token_logprobs(
         >>> log_probs.shape, entropies.shape
         (torch.Size([2, 7]), torch.Size([2, 7]))
     """
-    scoring = Scoring(Distribution(temperature, top_k, top_p, min_p), chunk_size, return_entropy)
-    scoring.check()
+    scoring = Scoring(Distribution(temperature, top_k, top_p, min_p), chunk_size, return_entropy).checked()
     _check_given(head, hidden, tokens)
     flat = hidden.reshape(-1, hidden.shape[-1]), tokens.reshape(-1)
     found = scoring.run(head, *flat, lambda: [*head.parameters(), *head.buffers()])
@@ -139,11 +139,11 @@ class Scoring(NamedTuple):
     entropy: bool
     name: str = "hf.token_logprobs"
 
-    def check(self) -> None:
+    def checked(self) -> "Scoring":
         """Refuses what is no distribution and no chunk."""
         self.drawn.check()
-        arguments.at_least(1, self.chunk_size, "chunk_size")
         arguments.as_bool(self.entropy, "return_entropy")
+        return self._replace(chunk_size=arguments.at_least(1, self.chunk_size, "chunk_size"))
 
     def run(
         self,
@@ -196,7 +196,7 @@ class _Unchanged:
         self._versions = Versions(self._tensors)
 
     def __enter__(self) -> None:
-        now = zip(self._tensors, self._read(), strict=True)
+        now = zip_longest(self._tensors, self._read())
         # Sharded weights are whole within a forward of their module alone, and others outside.
         exchanged = any(old is not new for old, new in now if not hasattr(old, "device_mesh"))
         if exchanged or self._versions.changed() is not None:
