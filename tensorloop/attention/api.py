@@ -5,7 +5,7 @@ offsets. The work is done in `engine.py`, or on a GPU by torch's own kernels whe
 """
 
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple, TypedDict, TypeVar, Unpack, overload
 
 from torch import Tensor
@@ -17,6 +17,7 @@ from tensorloop._torch.eager_only import called_eagerly
 from tensorloop.attention import arrays, engine, gpu
 from tensorloop.attention.checks import PARTS, Facts, autocast, check_parts, number
 from tensorloop.attention.reading import read_numbers, read_tensors
+from tensorloop.attention.trees import TokenTree
 from tensorloop.kernels.sight import Sight
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.autograd import check_gradient
@@ -196,6 +197,32 @@ def attention(
         )
     sight = read_tensors(sight, q, inputs.q, inputs.longest, bias, relative, score_mod, sinks)
     return inputs.give(_attend(inputs, sight))
+
+
+def attend_trees(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    trees: Sequence[TokenTree],
+    *,
+    scale: float | None = None,
+    window: int | None = None,
+    softcap: float | None = None,
+    dropout: float = 0.0,
+    sinks: Tensor | None = None,
+) -> Tensor:
+    """Causal attention of N tokens (1, N, heads, D) that are trees, one after another; options as of `attention`.
+
+    Gradient: to q, k, v and the sinks, twice. Cost: time of the pairs that meet, and of those between short branches of
+    a tree; kept: q, k, v, the output and a number for each query and head.
+    """
+    q, k, v = (autocast(x) for x in (q, k, v))
+    check_parts([Facts(x.shape, x.dtype, x.device) for x in (q, k, v)])
+    if (total := sum(x.size for x in trees)) != q.shape[1]:
+        raise WrongValue(f"trees have {total} tokens, q has {q.shape[1]}")
+    scale = engine.default_scale(q.shape[-1]) if scale is None else scale
+    sight = read_numbers(scale, True, window, softcap, dropout, trees=trees, ends=False)
+    return engine.attend(q, k, v, read_tensors(sight, q, q, (total, total), None, None, None, sinks))
 
 
 def _attend(inputs: "_Inputs", sight: Sight) -> Tensor:

@@ -27,6 +27,7 @@ from tensorloop._torch.formula import differentiate, is_differentiated
 from tensorloop.attention.blocks import BlockTable, cut_blocks
 from tensorloop.attention.scored import StripTensors
 from tensorloop.attention.strips import Strip, cut, fill_bucket, find_hidden, make_row_mask, shorten
+from tensorloop.attention.trees import cut_trees, see_trees
 from tensorloop.kernels import scores
 from tensorloop.kernels.scores import Attended, widen
 from tensorloop.kernels.sight import Sight, drain, drain_grad, visible
@@ -34,7 +35,8 @@ from tensorloop.kernels.sight import Sight, drain, drain_grad, visible
 _FLASH = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _FLASH_BACKWARD = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
 _WEIGHTS = 1 << 24  # attention weights that matrix products may make at a time
-_CACHED = 1 << 20  # and on the CPU, where a dozen operations go over them
+_MASKED = 1 << 22  # and numbers of a mask that the flash kernel is given
+_CACHED = 1 << 20  # and weights on the CPU, where a dozen operations go over them
 
 
 def attend(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
@@ -118,7 +120,9 @@ def _backward(grad: Tensor, given: Attended, sight: Sight) -> tuple[Tensor | Non
     """The gradients of q, k and v and of the tensors of a sight, from what `_forward` gave and that of its output."""
     q, k, v, out, lse = given
     flash, tensors = _by_flash(q, sight), StripTensors(sight, q)
-    overlaps = sight.blocks is not None or sight.near or sight.scored  # a key may be in several strips
+    overlaps = (
+        sight.blocks is not None or sight.trees is not None or sight.near or sight.scored
+    )  # a key may be in several strips
     sums = q.dtype if flash and not overlaps else widen(q.dtype)
     meet = overlaps or not flash  # gradients of a key from several strips
     grads = [_Target(q.shape, q, q.dtype), *(_Target(x.shape, x, sums, meet) for x in (k, v))]
@@ -151,10 +155,11 @@ def _strips_for(q: Tensor, k: Tensor, sight: Sight) -> Iterator[Strip]:
     flash = _by_flash(q, sight)
     if not q.shape[2] or (flash and not q.shape[3]):
         return iter(())  # the output is empty
+    weights = _WEIGHTS if q.device.type != "cpu" or not sight.scored else _CACHED
+    if sight.trees is not None:
+        return cut_trees(sight, _MASKED if flash else weights // q.shape[2], flash, q.device)
     found = iter(cut(sight, q, k) if sight.blocks is None else cut_blocks(sight, q, k))
-    if flash and not sight.near:
-        return found
-    return shorten(found, sight, q, k, _WEIGHTS if q.device.type != "cpu" or not sight.scored else _CACHED)
+    return found if flash and not sight.near else shorten(found, sight, q, k, weights)
 
 
 def _take(x: Tensor, place: Any) -> Tensor:
@@ -220,6 +225,8 @@ def whole(q: Tensor, k: Tensor, v: Tensor, sight: Sight) -> Tensor:
 def _see(sight: Sight, q: Tensor, m: int) -> Tensor:
     """(B or 1, heads or 1, T, S) bool: what each query sees."""
     n = q.shape[1]
+    if sight.trees is not None:
+        return see_trees(sight, n, q.device)
     sees = visible(len(q), n, m, sight, q.device)[:, None]
     if sight.offsets is not None:
         rows = range(len(sight.offsets[1]) - 1)

@@ -198,12 +198,12 @@ def shorten(parts: Iterable[Strip], sight: Sight, q: Tensor, k: Tensor, weights:
             cut_here = Strip(some_q, some_k, sight.causal and not sight.near, first, row=strip.row, bases=bases)
             if sight.near and not _see_all(sight, first, stop - bases[0], low, high):
                 places = (first, stop - bases[0]), (low, high)
-                cut_here = cut_here._replace(mask=partial(_make_span_mask, sight, *places, q.device))
+                cut_here = cut_here._replace(mask=partial(make_span_mask, sight, *places, q.device))
             yield cut_here
 
 
-def _make_span_mask(sight: Sight, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
-    """(1, 1, L, S) bool"""
+def make_span_mask(sight: Sight, queries: tuple[int, int], keys: tuple[int, int], device: torch.device) -> Tensor:
+    """(1, 1, L, S) bool: what queries in one range of positions see of keys in another."""
     i, j = (torch.arange(*places, device=device) for places in (queries, keys))
     return sight.sees(i[:, None], j)[None, None]
 

@@ -11,19 +11,22 @@ from tensorloop.hf.attention import ATTENTION as ATTENTION  # noqa: E402  regist
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
-    from tensorloop.hf.packed import completion_logprobs as completion_logprobs
+    from tensorloop.hf.completions import completion_logprobs as completion_logprobs
     from tensorloop.hf.packed import packed_forward as packed_forward
     from tensorloop.hf.rollouts import Rollout as Rollout
     from tensorloop.hf.rollouts import rollout as rollout
     from tensorloop.hf.search import beam_search as beam_search
+    from tensorloop.hf.token_scores import token_logprobs as token_logprobs
 
 _HOMES = {
     "hf.attention": ("ATTENTION",),
     "hf.cache": ("TrainCache",),
     "hf.checkpointing": ("checkpoint_layers",),
-    "hf.packed": ("completion_logprobs", "packed_forward"),
+    "hf.completions": ("completion_logprobs",),
+    "hf.packed": ("packed_forward",),
     "hf.rollouts": ("Rollout", "rollout"),
     "hf.search": ("beam_search",),
+    "hf.token_scores": ("token_logprobs",),
 }
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours

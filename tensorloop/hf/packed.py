@@ -1,24 +1,40 @@
-"""Models on ragged batches without padding: `packed_forward`, `completion_logprobs`."""
+"""Models on ragged batches without padding: `packed_forward`."""
 
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.nn.functional import cross_entropy
 from transformers import PreTrainedModel
 from transformers.cache_utils import get_layer_types_and_kwargs
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop.attention import TokenTree
 from tensorloop.hf import encoders, known
+from tensorloop.hf.heads import Wanted, replace_logits
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
 from tensorloop.hf.signature import CACHES, signature_of
-from tensorloop.packed import PackedTensor
+from tensorloop.packed import Dim, PackedTensor
 
 _OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", *CACHES)
 _KINDS = {"full_attention", "sliding_attention"}
+
+
+class LaidRows(NamedTuple):
+    """Holds tokens (N,) as a model gets them, and their positions as it numbers them."""
+
+    ids: Tensor
+    positions: Tensor
+    rows: PackedTensor  # the rows as they are for each completion by itself
+    dim: Dim  # how the N tokens are divided
+    trees: list[TokenTree] | None = None  # where rows share their first tokens
+
+
+def lay_rows(rows: PackedTensor, numbering: Numbering | None) -> LaidRows:
+    """Lays rows one after another."""
+    return LaidRows(rows.values, number_rows(rows, numbering), rows, rows.dims[0])
 
 
 @named("hf.packed_forward")
@@ -59,86 +75,44 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
         >>> tl.hf.packed_forward(model, ids).lens
         tensor([3, 1])
     """
-    return _forward(model, ids, options, None)
-
-
-@named("hf.completion_logprobs")
-def completion_logprobs(
-    model: nn.Module, prompts: PackedTensor, completions: PackedTensor, *, temperature: float = 1.0, **options: Any
-) -> PackedTensor:
-    """Gives the log-probability of each token of completions after their prompts, without padding.
-
-    It is what policy gradients (RLOO, GRPO) and preference losses (DPO) need; its `sum(1)` are those of whole
-    completions.
-
-    Args:
-        model: a model of transformers, decoder-only, as for `packed_forward`.
-        prompts: PackedTensor (B, P*) int64.
-        completions: PackedTensor (B, T*) int64, one for each prompt.
-        temperature: float above 0, default 1: the logits are divided by it.
-        options: keywords that go to the model's forward.
-
-    Returns:
-        PackedTensor (B, T*) in the dtype of the logits, float32 at least.
-
-    Gradient: to the model.
-    Cost: as packed_forward of both joined; logits are made for the tokens of completions alone.
-
-    Raises:
-        TypeError, ValueError: as packed_forward; an empty prompt before a completion, temperature not above 0.
-
-    Example:
-        >>> import transformers
-        >>> config = transformers.LlamaConfig(
-        ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
-        ... )
-        >>> model = transformers.LlamaForCausalLM(config)
-        >>> prompts = tl.PackedTensor.from_list([torch.tensor([3, 4, 5]), torch.tensor([6])])
-        >>> completions = tl.PackedTensor.from_list([torch.tensor([7]), torch.tensor([8, 9])])
-        >>> tl.hf.completion_logprobs(model, prompts, completions).sum(1).shape
-        torch.Size([2])
-    """
-    for ids, what in ((prompts, "prompts"), (completions, "completions")):
-        _check_ids(ids, what)
-    if len(prompts.lens) != len(completions.lens):
-        raise WrongValue(f"prompts has {len(prompts.lens)} rows, completions {len(completions.lens)}")
-    if prompts.device != completions.device:
-        raise WrongValue(f"prompts is on {prompts.device}, completions on {completions.device}; move one with .to()")
-    if isinstance(temperature, bool) or not isinstance(temperature, int | float) or not temperature > 0:
-        raise WrongValue(f"temperature must be a number above 0, got {arguments.describe(temperature)}")
-    if bool(((prompts.lens == 0) & (completions.lens > 0)).any()):
-        row = int(((prompts.lens == 0) & (completions.lens > 0)).nonzero()[0])
-        raise WrongValue(f"prompts[{row}] is empty, so that nothing predicts its completion's first token; put a <bos>")
-    joined: Any = torch.cat([prompts.to(torch.int64), completions.to(torch.int64)], 1)
-    starts = joined.dims[0].offsets[:-1] + prompts.lens - 1  # of the token before the first of the completion
-    places = starts[completions.row_ids] + completions.positions
-    logits = _forward(model, joined, options, places)
-    logits = logits.to(torch.promote_types(logits.dtype, torch.float32))
-    logits = logits if temperature == 1 else logits / temperature
-    return PackedTensor(-cross_entropy(logits, completions.values.to(torch.int64), reduction="none"), completions.lens)
-
-
-def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], places: Tensor | None) -> Any:
-    """Packed logits, or those at `places` (M, V)."""
     inner = _find_model(model)
-    if places is None and encoders.is_encoder(inner):
+    if encoders.is_encoder(inner):
         _check_options(inner, options)
         return encoders.encode(model, inner, ids, options)
+    check_model(model)
+    check_ids(ids, "ids")
+    _check_fit(inner, ids, options)
+    return PackedTensor(_run(model, inner, lay_rows(ids, find_numbering(inner)), options, None), ids.dims[0])
+
+
+def check_model(model: Any) -> PreTrainedModel:
+    """The decoder of transformers that is there, within what wraps it; what has no packed form is refused."""
+    inner = _find_model(model)
     _check_decoder(inner)
-    _check_ids(ids, "ids")
-    numbering = find_numbering(inner)
-    _check_fit(inner, ids, options, numbering)
-    if not len(ids.values):  # models do not take nothing, and who shares their gradients must run them all the same
-        one = PackedTensor(ids.values.new_zeros(1), [1])
-        none = _forward(model, one, options, None).values[:0]
-        return PackedTensor(none, ids.dims[0]) if places is None else none
-    rows = CallRows(ids.dims[0])
-    chosen = places is not None and "logits_to_keep" in signature_of(inner).names
-    if chosen:
-        options = {**options, "logits_to_keep": places}
+    return inner
+
+
+def score_rows(
+    model: nn.Module, inner: PreTrainedModel, laid: LaidRows, options: dict[str, Any], wanted: Wanted
+) -> Tensor:
+    """Returns what is wanted of the head of a model after some tokens, (M, k)."""
+    _check_fit(inner, laid.rows, options)
+    return _run(model, inner, laid, options, wanted)
+
+
+def _run(
+    model: nn.Module, inner: PreTrainedModel, laid: LaidRows, options: dict[str, Any], wanted: Wanted | None
+) -> Tensor:
+    """The logits of all tokens (N, V), or what is wanted of those at some places."""
+    if not len(laid.ids):  # models do not take nothing, and who shares their gradients must run them all the same
+        one = PackedTensor(laid.ids.new_zeros(1), [1])
+        none = _run(model, inner, lay_rows(one, find_numbering(inner)), options, None)[:0]
+        return none if wanted is None else wanted.of_logits(none)
+    rows = CallRows(laid.dim, trees=laid.trees)
     copied = copy_for_rows(model, rows)
-    positions = number_rows(ids, numbering)[None]
-    out = copied(input_ids=ids.values[None], position_ids=positions, use_cache=False, **options)
+    if wanted is not None:
+        replace_logits(_find_model(copied), wanted)
+    out = copied(input_ids=laid.ids[None], position_ids=laid.positions[None], use_cache=False, **options)
     layers = inner.config.get_text_config(decoder=True).num_hidden_layers
     if rows.calls < layers and not getattr(inner.config, "layerdrop", 0):
         raise WrongValue(
@@ -146,14 +120,12 @@ def _forward(model: nn.Module, ids: PackedTensor, options: dict[str, Any], place
             "others attend in a way of their own, or their forward was compiled or replaced; pad the batch"
         )
     found = out["logits"] if "logits" in out else out["last_hidden_state"]
-    count = len(places) if chosen and places is not None else len(ids.values)
+    count = len(laid.ids) if wanted is None else len(wanted.places)
     if found.dim() != 3 or found.shape[:2] != (1, count):
         raise WrongType(f"model {type(inner).__name__} gives {tuple(found.shape)} for {count} tokens, not one each")
     if found.requires_grad:
         found.register_hook(partial(_keep, copied))  # a wrapper's backward holds it weakly
-    if places is None:
-        return PackedTensor(found[0], rows.dim)
-    return found[0] if chosen else found[0][places]
+    return found[0]
 
 
 def _keep(copied: nn.Module, grad: Tensor) -> None:
@@ -192,7 +164,8 @@ def _check_decoder(inner: PreTrainedModel) -> None:
         raise WrongType(f"model {name} takes no position_ids, so that rows cannot have their own; pad the batch")
 
 
-def _check_ids(ids: Any, what: str) -> None:
+def check_ids(ids: Any, what: str) -> None:
+    """Raises where these are not packed tokens."""
     if not isinstance(ids, PackedTensor):
         raise WrongType(
             f"{what} must be a PackedTensor (B, T*), got {arguments.describe(ids)}; pack_padded makes it of padded ids"
@@ -215,8 +188,8 @@ def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
             known.refuse_unknown(model, {name: x}, "hf.packed_forward")
 
 
-def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], numbering: Numbering | None) -> None:
+def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any]) -> None:
     _check_options(model, options)
     encoders.check_device(model, ids, "ids")
     text = model.config.get_text_config(decoder=True)
-    check_rows(model, text, ids, numbering)
+    check_rows(model, text, ids, find_numbering(model))

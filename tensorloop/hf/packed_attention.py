@@ -12,7 +12,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface, PreTrainedConfig
 
 from tensorloop._common.errors import WrongType, WrongValue
-from tensorloop.attention import attention
+from tensorloop.attention import TokenTree, attend_trees, attention
 from tensorloop.hf import known
 from tensorloop.hf.masks import register, window_of
 from tensorloop.packed import Dim, PackedTensor
@@ -23,10 +23,10 @@ _M = TypeVar("_M", bound=nn.Module)
 
 
 class CallRows:
-    """The rows of one call, and how often a layer has attended to them."""
+    """The rows of one call, and how often a layer has attended to them; `trees` where they share their first tokens."""
 
-    def __init__(self, dim: Dim, attention: str = NAME) -> None:
-        self.dim, self.attention, self.calls = dim, attention, 0
+    def __init__(self, dim: Dim, attention: str = NAME, trees: list[TokenTree] | None = None) -> None:
+        self.dim, self.attention, self.calls, self.trees = dim, attention, 0, trees
 
 
 def copy_for_rows(model: _M, rows: CallRows) -> _M:
@@ -96,9 +96,14 @@ def attend(
             "(a prompt that is learned, a prefix) belongs to no row"
         )
     rows.calls += 1
+    rules: dict[str, Any]
+    if rows.trees is not None:
+        q, k, v = (x.transpose(1, 2) for x in (query, key, value))
+        rules = {"window": window, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
+        return attend_trees(q, k, v, rows.trees, scale=scaling, **rules), None
     q, k, v = (PackedTensor(x[0].transpose(0, 1), rows.dim) for x in (query, key, value))
     near = None if window is None or rows.dim.max_len <= window else window
-    rules: Any = {"window": near, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
+    rules = {"window": near, "softcap": softcap, "dropout": dropout, "sinks": s_aux}
     out: Any = attention(q, k, v, causal=True, scale=scaling, **rules)
     return out.values[None], None
 

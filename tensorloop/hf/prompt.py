@@ -24,6 +24,10 @@ class Prompt(NamedTuple):
     ids: Tensor
     mask: Tensor | None
 
+    def repeat(self, times: int) -> "Prompt":
+        """Each row so often."""
+        return Prompt(*(None if x is None else x.repeat_interleave(times, 0) for x in self))  # pyright: ignore
+
     def positions(self, first: int, stop: int) -> Tensor | None:
         """(B, n) of the tokens from `first` on, where rows differ in them."""
         if self.mask is None:
@@ -42,6 +46,11 @@ class Source(NamedTuple):
     def by_row(self) -> dict[str, Tensor]:
         """All but the states, as a loop carries it."""
         return self.more if self.mask is None else {**self.more, _MASK: self.mask}
+
+    def repeat(self, times: int) -> "Source":
+        """Each row so often."""
+        states, *parts = (x.repeat_interleave(times, 0) for x in (self.states, *self.by_row().values()))
+        return self.of_rows(states, dict(zip(self.by_row(), parts, strict=True)))
 
     def of_rows(self, states: Tensor, by_row: dict[str, Tensor]) -> "Source":
         """A source of other rows, with these states and tensors."""

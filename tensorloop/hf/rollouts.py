@@ -13,6 +13,7 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongType, WrongValue, named
 from tensorloop._common.keywords import hints
 from tensorloop.hf.cache import TrainCache
+from tensorloop.hf.distribution import Distribution
 from tensorloop.hf.hypotheses import SourceLayer
 from tensorloop.hf.layers import Kind
 from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
@@ -25,7 +26,7 @@ _FEEDS = ("tokens", "straight_through", "soft")
 _KEYWORDS = hints(
     ("max_steps max_length max_len", "max_new_tokens= bounds the tokens, the end counted"),
     ("eos_id end_token_id", "eos_token_id= is what ends a row, one or several"),
-    ("num_return_sequences n num_generations", "repeat the prompts: input_ids.repeat_interleave(n, 0)"),
+    ("num_return_sequences n num_generations group_size", "group= is the number of continuations of each prompt"),
     ("num_beams beam_size", "beam_search() searches"),
     ("pad_token_id", "tokens are packed: rollout.tokens.pad(pad_token_id)"),
     ("sample greedy", "do_sample= says whether tokens are drawn"),
@@ -45,7 +46,7 @@ class Rollout:
         tokens: PackedTensor (B, T*) int64, the end with them.
         log_probs: PackedTensor (B, T*), of each token, under the distribution that it was drawn from.
         ended: (B,) bool, whether an end came.
-        policy_log_probs: PackedTensor (B, T*), of each token at this temperature, before top_k and top_p: what
+        policy_log_probs: PackedTensor (B, T*), of each token at this temperature, before top_k, top_p and min_p: what
             `completion_logprobs(temperature=)` gives, and so the old ones of PPO's and GRPO's ratios.
 
     Example:
@@ -90,6 +91,8 @@ def rollout(
     temperature: float = 1.0,
     top_k: int | None = None,
     top_p: float | None = None,
+    min_p: float | None = None,
+    group: int = 1,
     feed: str = "tokens",
     generator: torch.Generator | None = None,
     checkpoints: int | Schedule | Checkpoints | None = None,
@@ -100,7 +103,7 @@ def rollout(
         drawn = tl.hf.rollout(model, input_ids, attention_mask, do_sample=True, max_new_tokens=50)
         (-(drawn.log_probs.sum(1) * rewards).mean()).backward()  # REINFORCE
 
-    A row that has ended leaves the batch.
+    A row that has ended leaves the batch. With `group`, a prompt runs once, and its continuations go on from there.
 
     Args:
         model: a model of transformers that has a cache, decoder-only or encoder-decoder.
@@ -116,6 +119,12 @@ def rollout(
         temperature: float above 0, default 1: the logits are divided by it.
         top_k: int, then only so many of the likeliest tokens stay; None keeps all.
         top_p: float, and of those only the smallest set whose probability is at least this; None keeps all.
+        min_p: float, and of those only tokens with at least this part of the likeliest one's probability; None keeps
+            all.
+        group: int, default 1: how many continuations of each prompt there are. They are rows b * group to b * group +
+            group - 1 of the result, and have the random numbers that `input_ids.repeat_interleave(group, 0)` has (one
+            call of `multinomial` a step, for all rows that run). In training mode they share what dropout takes from
+            their prompt.
         feed: what the next step sees. "tokens" (default); "straight_through", the token's embedding with the gradient
             of the expected one; "soft", the expected embedding itself.
         generator: torch.Generator to draw from; None is torch's own.
@@ -124,16 +133,18 @@ def rollout(
         progress: bool, default False: whether steps are shown.
 
     Returns:
-        A `Rollout`.
+        A `Rollout` of B * group rows.
 
     Gradient: of log_probs to the model, through the cache. With "tokens" it is what teacher forcing of the tokens has
     (multiplied by rewards, the score-function gradient); the others pass it through what was fed too.
-    Cost: one step a token, of the rows that run. What is kept is O(T) with `attn_implementation="tensorloop"` or "sdpa"
+    Cost: one step a token, of the rows that run; before them all tokens of the prompts but the last, once a prompt, of
+    which a group copies keys and values. What is kept is O(T) with `attn_implementation="tensorloop"` or "sdpa"
     (see TrainCache).
 
     Raises:
         TypeError: a model without a cache, arguments of another type.
-        ValueError: masks that are no padding, devices, more tokens than learned positions, no end to come.
+        ValueError: numbers out of range, masks that are no padding, devices, more tokens than learned positions, no
+            end to come.
         RuntimeError: logits that are NaN: the row and the step.
 
     Sources: Williams 1992; Bengio et al. 2013 (1308.3432) for straight-through.
@@ -150,8 +161,9 @@ def rollout(
         >>> (-(drawn.log_probs.sum(1) * rewards).mean()).backward()
     """
     decoder = Decoder(model)
-    draw = _Draw(bool(do_sample), temperature, top_k, top_p, generator)
+    draw = _Draw(bool(do_sample), Distribution(temperature, top_k, top_p, min_p), generator)
     draw.check()
+    group = arguments.at_least(1, group, "group")
     if feed not in _FEEDS:
         raise WrongValue(f"feed must be one of {', '.join(map(repr, _FEEDS))}, got {feed!r}")
     prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids)
@@ -159,7 +171,7 @@ def rollout(
     if max_new_tokens is None and not ends:
         raise WrongValue("nothing says when to stop: give max_new_tokens= or eos_token_id=")
     steps = count_steps(max_new_tokens, "max_new_tokens", prompt, decoder.positions(prompt))
-    run = _Rollouts(decoder, draw, feed, prompt, source, ends)
+    run = _Rollouts(decoder, draw, feed, (prompt, source, group), ends)
     carry, lens = while_loop(
         lambda carry, context: ~carry.ended,
         run.step,
@@ -195,42 +207,14 @@ class _Draw(NamedTuple):
     """How tokens are chosen."""
 
     sample: bool
-    temperature: float
-    top_k: int | None
-    top_p: float | None
+    drawn: Distribution
     generator: torch.Generator | None
 
     def check(self) -> None:
         """Refuses what makes no distribution."""
-        if not isinstance(self.temperature, int | float) or not self.temperature > 0:
-            raise WrongValue(f"temperature must be above 0, got {self.temperature!r}; do_sample=False takes the best")
-        if self.top_k is not None and arguments.as_int(self.top_k, "top_k") < 1:
-            raise WrongValue(f"top_k must be at least 1, got {self.top_k}")
-        if self.top_p is not None and not 0 < self.top_p <= 1:
-            raise WrongValue(f"top_p must be in (0, 1], got {self.top_p}")
+        self.drawn.check("; do_sample=False takes the best")
         if self.generator is not None and not isinstance(self.generator, torch.Generator):
             raise WrongType(f"generator must be a torch.Generator, got {arguments.describe(self.generator)}")
-
-    @property
-    def cuts(self) -> bool:
-        """Whether some tokens are left out."""
-        return self.top_k is not None or (self.top_p is not None and self.top_p < 1)
-
-    def scale(self, logits: Tensor) -> Tensor:
-        """Scores (B, V) at the temperature."""
-        return logits if self.temperature == 1 else logits / self.temperature
-
-    def cut(self, scores: Tensor) -> Tensor:
-        """Scores without the tokens that top_k and top_p leave out."""
-        if self.top_k is not None and self.top_k < scores.shape[1]:
-            least = scores.detach().topk(self.top_k, 1)[0][:, -1:]
-            scores = scores.masked_fill(scores.detach() < least, -torch.inf)
-        if self.top_p is not None and self.top_p < 1:
-            values, places = scores.detach().softmax(1).sort(dim=1, descending=True, stable=True)
-            outside = values.cumsum(1) - values >= self.top_p
-            out = torch.zeros_like(outside).scatter_(1, places, outside)
-            scores = scores.masked_fill(out, -torch.inf)
-        return scores
 
     def choose(self, log_probs: Tensor, bad: Tensor) -> Tensor:
         """Tokens (B,); any for rows that are `bad` (B,), as NaN would end the process on a device."""
@@ -256,10 +240,16 @@ class _Rollouts:
     """The body of the loop, and what that begins with: all of the prompt but its last token was run."""
 
     def __init__(
-        self, decoder: Decoder, draw: _Draw, feed: str, prompt: Prompt, source: Source | None, ends: list[int]
+        self, decoder: Decoder, draw: _Draw, feed: str, given: tuple[Prompt, Source | None, int], ends: list[int]
     ) -> None:
+        prompt, source, group = given
         self.decoder, self.draw, self.feed = decoder, draw, feed
         own, cross = decoder.begin(prompt, source, prompt.ids.shape[1] - 1)
+        if group > 1:
+            prompt, source = prompt.repeat(group), source and source.repeat(group)
+            for cache in (own, cross):
+                if cache is not None and cache.get_seq_length():
+                    cache.batch_repeat_interleave(group)
         self.ends = torch.tensor(ends, dtype=torch.int64, device=prompt.ids.device)
         self.table: Tensor | None = None
         last = prompt.ids[:, -1]
@@ -269,7 +259,7 @@ class _Rollouts:
             self.table = embed(every)  # what the module makes of weights, where it scales them
             last = embed(last)
         ended = torch.zeros(len(last), dtype=torch.bool, device=last.device)
-        self.init = _Carry(own, last, TensorArray(), TensorArray(), ended, TensorArray() if draw.cuts else None)
+        self.init = _Carry(own, last, TensorArray(), TensorArray(), ended, TensorArray() if draw.drawn.cuts else None)
         self.context: dict[str, Any] = {"prompt": prompt.ids}
         if prompt.mask is not None:
             self.context |= {"mask": prompt.mask, "last": prompt.mask.sum(1) - 1}
@@ -288,8 +278,8 @@ class _Rollouts:
             positions = (context["last"] + t)[:, None]
         cache, source = self._show(carry.cache, context)
         logits = self.decoder.logits(carry.last[:, None], mask, positions, cache, source)
-        scores = self.draw.scale(logits)
-        log_probs = self.draw.cut(scores).log_softmax(1)
+        scores = self.draw.drawn.scale(logits)
+        log_probs = self.draw.drawn.cut(scores).log_softmax(1)
         bad = log_probs.detach()[:, 0].isnan()  # all of its row is, then
         token = self.draw.choose(log_probs, bad)
         carry.tokens.append(token)

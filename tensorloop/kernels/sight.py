@@ -38,6 +38,7 @@ class Sight(NamedTuple):
     begin: int = 0  # in that hash, the number of the first of these keys: they may be a part of more
     ends: bool = True  # whether the queries are the last of the keys
     offsets: tuple[list[int], list[int]] | None = None  # of packed queries and keys: B + 1 numbers each
+    trees: Any = None  # of packed rows that share their first tokens, as `attention/trees.py` has them
 
     @property
     def plain(self) -> bool:

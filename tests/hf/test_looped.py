@@ -140,13 +140,32 @@ def run_packed(rank: int) -> Any:
     return found
 
 
-PROGRAMS: list[Callable[[int], Any]] = [train_looped, run_packed]
+def _completions_loss(model: nn.Module, rank: int, chunk_size: int) -> Tensor:
+    generator = torch.Generator().manual_seed(rank + 10)
+    lens = [[4, 0, 3, 2, 1, 5], [0] * 6][rank]
+    tokens = tl.PackedTensor(torch.randint(11, (sum(lens),), generator=generator), lens)
+    prompts = tl.PackedTensor(torch.arange(2, 8), [3, 2, 1])
+    return hf.completion_logprobs(model, prompts, tokens, group=2, chunk_size=chunk_size).sum()
+
+
+def run_completions(rank: int) -> Any:
+    found = {}
+    for kind in ("ddp", "fsdp2", "fsdp2, head"):
+        model = _llama()
+        if "head" in kind:  # whose processes must call it equally often
+            fully_shard(model.lm_head, mesh=init_device_mesh("cpu", (WORLD,)))
+        _completions_loss(_wrap(model, kind), rank, 4).backward()
+        found[kind] = [_full(x.grad) for x in model.parameters()]
+    return found
+
+
+PROGRAMS: list[Callable[[int], Any]] = [train_looped, run_packed, run_completions]
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("looped")
-    run_together(folder, PROGRAMS, 60)
+    run_together(folder, PROGRAMS, 120)
     return folder
 
 
@@ -167,4 +186,14 @@ def test_packed_rows_give_the_gradients_of_one_process_to_one_without_tokens_too
     model = _llama()
     (_packed_loss(model, _rows(0)) / WORLD).backward()
     for found in found_by(folder, run_packed):
+        torch.testing.assert_close(found[kind], [x.grad for x in model.parameters()], rtol=1e-12, atol=1e-12)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "fsdp2", "fsdp2, head"])
+@pytest.mark.extended("fsdp2")
+def test_completions_in_chunks_give_the_gradients_of_one_process(folder: Path, kind: str):
+    model = _llama()
+    loss = _completions_loss(model, 0, 512) + _completions_loss(model, 1, 512)
+    (loss / WORLD).backward()
+    for found in found_by(folder, run_completions):
         torch.testing.assert_close(found[kind], [x.grad for x in model.parameters()], rtol=1e-12, atol=1e-12)

@@ -169,31 +169,6 @@ def test_buffers_hooks_and_parts_of_the_model_stay_its_own():
     assert len(model.model.layers[0]._forward_hooks) == 0
 
 
-def test_completion_logprobs_are_those_of_padded_rows():
-    model = _llama().float()
-    starts = [3, 1, 2, 5]
-    lens = [4, 7, 0, 1]
-    ids, mask, joined = _batch([a + b for a, b in zip(starts, lens, strict=True)])
-    completions = tl.PackedTensor.from_list([row[n:] for row, n in zip(joined.unbind(), starts, strict=True)])
-    prompts = tl.PackedTensor.from_list([row[:n] for row, n in zip(joined.unbind(), starts, strict=True)])
-    found = hf.completion_logprobs(model, prompts, completions, temperature=0.7)
-    logits = model(ids, attention_mask=mask).logits / 0.7
-    padded = logits[:, :-1].log_softmax(-1).gather(2, ids[:, 1:, None])[..., 0]
-    expected = torch.cat([padded[b, n - 1 : n - 1 + m] for b, (n, m) in enumerate(zip(starts, lens, strict=True))])
-    assert found.lens.tolist() == lens
-    torch.testing.assert_close(found.values, expected, rtol=1e-5, atol=1e-5)
-    for a, b in zip(_grads(model, found.values), _grads(model, expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-5)
-
-
-def test_logits_are_made_for_completions_alone():
-    model = _llama()
-    made = []
-    model.lm_head.register_forward_hook(lambda module, given, out: made.append(out.shape[1]))
-    hf.completion_logprobs(model, _batch([9, 5])[2], _batch([2, 1])[2])
-    assert made == [3]
-
-
 def _t5() -> Any:
     return transformers.T5ForConditionalGeneration(
         transformers.T5Config(vocab_size=17, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
@@ -281,14 +256,3 @@ def test_the_copy_of_the_model_goes_with_the_graph():
     assert made[0]() is not model.model.norm
     del logits
     assert made[0]() is None
-
-
-def test_bad_completions_are_refused():
-    one, two = (tl.PackedTensor(torch.ones(n).long(), [n]) for n in (1, 2))
-    empty = tl.PackedTensor(torch.ones(0).long(), [0])
-    with pytest.raises(ValueError, match=r"completion_logprobs: prompts\[0\] is empty"):
-        hf.completion_logprobs(_llama(), empty, two)
-    with pytest.raises(ValueError, match="completion_logprobs: temperature must be a number above 0, got int 0"):
-        hf.completion_logprobs(_llama(), one, two, temperature=0)
-    with pytest.raises(ValueError, match="completion_logprobs: prompts has 1 rows, completions 2"):
-        hf.completion_logprobs(_llama(), one, tl.PackedTensor(torch.ones(2).long(), [1, 1]))

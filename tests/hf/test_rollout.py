@@ -8,8 +8,8 @@ import transformers
 from torch import Tensor
 
 import tensorloop as tl
-from tensorloop import hf
-from tests.support.hf_models import CACHE
+from tensorloop import hf, memory
+from tests.support.hf_models import CACHE, FEW
 from tests.support.hf_prompts import ENDS, KINDS, build, force, prompts
 
 
@@ -117,6 +117,78 @@ def test_log_probs_of_the_policy_are_those_of_completions(checkpoints: int | Non
         assert (drawn.policy_log_probs.values < drawn.log_probs.values - 1e-3).any() == (warp is cut)
 
 
+@pytest.mark.parametrize("kind", [*KINDS, "whisper"])
+@pytest.mark.parametrize("checkpoints", [None, 2])
+@pytest.mark.few
+def test_a_group_is_what_repeated_prompts_give(kind: str, checkpoints: int | None) -> None:
+    model = build(kind)
+    ids, mask = prompts(model, padded=True)
+    if kind == "whisper":
+        ids, mask = torch.randn(2, 4, 16, dtype=torch.float64), None
+    options: dict[str, Any] = {"max_new_tokens": 6, "eos_token_id": ENDS, "do_sample": True, "checkpoints": checkpoints}
+    repeated = ids.repeat_interleave(3, 0), None if mask is None else mask.repeat_interleave(3, 0)
+    feeds = ("tokens",) if kind == "whisper" else ("tokens", "straight_through")
+    for feed in feeds:
+        found, wanted = (
+            hf.rollout(model, *given, **more, **options, feed=feed, generator=torch.Generator().manual_seed(4))
+            for given, more in (((ids, mask), {"group": 3}), (repeated, {}))
+        )
+        assert found.tokens.lens.tolist() == wanted.tokens.lens.tolist()
+        assert torch.equal(found.tokens.values, wanted.tokens.values)
+        assert torch.equal(found.ended, wanted.ended)
+        torch.testing.assert_close(found.log_probs.values, wanted.log_probs.values)
+        grads = [grads_of(model, x.log_probs.sum(1)) for x in (found, wanted)]
+        torch.testing.assert_close(*grads, rtol=1e-6, atol=1e-6)
+
+
+def grads_of(model: Any, scores: Tensor) -> tuple[Tensor, ...]:
+    weights = torch.linspace(-1, 1, len(scores), dtype=scores.dtype)
+    used = [x for x in model.parameters() if x.requires_grad]
+    return torch.autograd.grad((scores * weights).sum(), used, allow_unused=True, materialize_grads=True)
+
+
+def test_a_prompt_of_one_token_and_what_runs_of_a_group() -> None:
+    model, seen = build("grouped"), []
+    model.model.layers[0].register_forward_hook(lambda module, given, out: seen.append(given[0].shape[:2].numel()))
+    ids = prompts(model, padded=False)[0][:2]
+    one = hf.rollout(model, ids[:, :1], max_new_tokens=2, eos_token_id=[], group=4)
+    assert (one.tokens.lens.tolist(), seen) == ([2] * 8, [8, 8])
+    seen.clear()
+    found = hf.rollout(model, ids, max_new_tokens=3, eos_token_id=[], group=4)
+    assert seen == [2 * 5, 8, 8, 8]  # all of a prompt but its last token, once
+    alone = hf.rollout(model, ids, max_new_tokens=3, eos_token_id=[])
+    assert torch.equal(found.tokens.pad(0), alone.tokens.pad(0).repeat_interleave(4, 0))
+
+
+@pytest.mark.parametrize("length", [16, 64])
+def test_bytes_of_a_group(length: int) -> None:
+    """G = 8 after a prompt of 256: its keys are copied, and nothing else of it."""
+    torch.manual_seed(0)
+    given: dict[str, Any] = {**FEW, "max_position_embeddings": 512, "num_hidden_layers": 4}
+    model = transformers.LlamaForCausalLM(transformers.LlamaConfig(**given)).eval()
+    ids, kept = torch.randint(3, 41, (1, 256)), []
+    options: dict[str, Any] = {"max_new_tokens": length, "eos_token_id": []}
+    given_twice: Any = ((ids, {"group": 8}), (ids.repeat(8, 1), {}))
+    for prompt, more in given_twice:
+        with memory.track() as tracked:
+            drawn = hf.rollout(model, prompt, **options, **more)
+            kept.append(tracked.live)
+        assert drawn.tokens.lens.tolist() == [length] * 8
+    assert kept[0] < (0.5 if length == 16 else 0.8) * kept[1], kept
+
+
+def test_min_p_draws_from_what_transformers_keeps() -> None:
+    model = build("grouped")
+    ids = prompts(model, padded=False)[0][:1].expand(200, -1)
+    drawn = hf.rollout(
+        model, ids, max_new_tokens=1, do_sample=True, min_p=0.3, generator=torch.Generator().manual_seed(0)
+    )
+    scores = transformers.MinPLogitsWarper(0.3)(torch.LongTensor(), model(ids[:1]).logits[:, -1])
+    wanted = scores.log_softmax(-1)[0]
+    assert 1 < int(wanted.isfinite().sum()) < len(wanted)
+    torch.testing.assert_close(drawn.log_probs.values, wanted[drawn.tokens.values])
+
+
 def test_tokens_with_and_without_the_end() -> None:
     model = build("grouped")
     ids, mask = prompts(model, padded=True)
@@ -167,11 +239,14 @@ def test_what_is_refused() -> None:
     ids = prompts(model, padded=False)[0]
     cases: list[tuple[dict[str, Any], str]] = [
         ({"max_new_tokens": None, "eos_token_id": []}, "nothing says when to stop"),
-        ({"temperature": 0.0}, "temperature must be above 0"),
+        ({"temperature": 0.0}, "temperature must be a finite number above 0, got float 0.0; do_sample=False takes"),
         ({"top_k": 0}, "top_k must be at least 1"),
         ({"top_p": 1.5}, r"top_p must be in \(0, 1\]"),
+        ({"min_p": 0.0}, r"min_p must be in \(0, 1\], got 0.0"),
+        ({"group": 0}, "group must be at least 1, got 0"),
+        ({"group": 1.5}, "group must be an int or a 0-d integer tensor, got float 1.5"),
         ({"feed": "hard"}, "feed must be one of 'tokens'"),
-        ({"num_return_sequences": 2}, "repeat the prompts"),
+        ({"num_return_sequences": 2}, "group= is the number of continuations of each prompt"),
     ]
     for given, said in cases:
         options: dict[str, Any] = {"max_new_tokens": 4, **given}
