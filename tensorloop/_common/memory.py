@@ -20,7 +20,7 @@ def free_bytes(device: torch.device) -> int:
 
 
 def _of_the_group() -> list[int]:
-    """What a container's limit leaves, where there is one."""
+    """Bytes that a container's limit leaves; none where there is no limit."""
     group = Path("/sys/fs/cgroup")
     try:
         most, used = ((group / name).read_text().strip() for name in ("memory.max", "memory.current"))

@@ -204,7 +204,8 @@ class _Rolling:
 
     def sweep(self) -> Iterator[Forward]:
         """Stretches of a few steps, each with a snapshot before it."""
-        start, steps = 0, max(self.at_once // _ROLLING, 1)
+        carries = min(8 * self.plan.carry // self.plan.residuals, self.at_once // 8)  # few beside the residuals
+        start, steps = 0, max(self.at_once // _ROLLING, carries, 1)
         while True:
             need = self._of(start, start + steps)
             yield from self._make_room(start, need)

@@ -22,7 +22,10 @@ class _Run(NamedTuple):
 
 @dataclass(frozen=True, repr=False)
 class Forecast:
-    """What a schedule does with a loop: what `tl.schedule.forecast` returns. `print` shows it in a line.
+    """A forecast of what a schedule does with a loop, by `tl.schedule.forecast`. `print` shows it in a line.
+
+    Args:
+        length, advances, bytes, snapshots, kept, runs, spans: the attributes below; `tl.schedule.forecast` gives them.
 
     Attributes:
         length: int, the number of steps.
@@ -31,6 +34,9 @@ class Forecast:
             loop was given, is not counted.
         snapshots: int, the most snapshots held at one time, that of step 0 included.
         kept: int, how many steps keep their residuals from the forward pass.
+        runs: list of (at, start, stop, kind), the steps that run one after the other, in order. `at` is how many have
+            run before.
+        spans: list of (step, start, stop), which snapshot is kept from when until when, in steps run.
 
     Example:
         >>> tl.schedule.forecast(tl.schedule.Binomial(4), 100, carry=1000, residuals=5000)
@@ -42,8 +48,8 @@ class Forecast:
     bytes: int
     snapshots: int
     kept: int
-    _runs: list[_Run] = field(compare=False)
-    _spans: list[tuple[int, int, int]] = field(compare=False)  # of snapshots: (step, from when, until when)
+    runs: list[_Run] = field(compare=False)
+    spans: list[tuple[int, int, int]] = field(compare=False)  # of snapshots: (step, from when, until when)
 
     def __repr__(self) -> str:
         kept = f", the residuals of {self.kept} kept" if self.kept else ""
@@ -73,10 +79,10 @@ class Forecast:
         figure = Figure(figsize=(8, 4.5), layout="constrained")
         axes = figure.add_subplot(xlabel="steps run so far", ylabel="step", title=title or repr(self))
         axes.title.set_fontsize(10)
-        axes.hlines(*zip(*self._spans, strict=True), color="#c8c8c8", linewidth=1) if self._spans else None
+        axes.hlines(*zip(*self.spans, strict=True), color="#c8c8c8", linewidth=1) if self.spans else None
         shown: list[Line2D] = []
         for kind, color in _COLORS.items():
-            lines = [[(x.at, x.start), (x.at + x.stop - x.start, x.stop)] for x in self._runs if x.kind == kind]
+            lines = [[(x.at, x.start), (x.at + x.stop - x.start, x.stop)] for x in self.runs if x.kind == kind]
             if lines:
                 axes.add_collection(LineCollection(lines, colors=color, linewidths=1.6))
                 shown.append(Line2D([], [], color=color, label=kind))

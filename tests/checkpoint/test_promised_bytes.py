@@ -11,6 +11,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
+from tensorloop.loop.checkpoint.options import bytes_on
 from tests.support.schedule_checks import bytes_of_a_step
 
 T, B, F = 60, 4, 16
@@ -147,14 +148,14 @@ def test_below_the_least_bytes_nothing_runs_but_a_step(make: Callable[[], Made])
 def test_sizes_as_text_and_shares(monkeypatch: pytest.MonkeyPatch) -> None:
     here = torch.device("cpu")
     sizes = {"200 MiB": 200 << 20, "1.5GB": 1_500_000_000, "7": 7, " 3 kB ": 3000, "2 GiB": 2 << 30, "5B": 5, 12: 12}
-    assert [tl.Checkpoints(budget=x).bytes_on(here) for x in sizes] == [*sizes.values()]
+    assert [bytes_on(here, tl.Checkpoints(budget=x)) for x in sizes] == [*sizes.values()]
     monkeypatch.setattr("tensorloop.loop.checkpoint.options.free_bytes", lambda device: 1000)
-    assert [tl.Checkpoints(budget=x).bytes_on(here) for x in (0.5, "25%", "2.5 %")] == [500, 250, 25]
+    assert [bytes_on(here, tl.Checkpoints(budget=x)) for x in (0.5, "25%", "2.5 %")] == [500, 250, 25]
     _, loop = lstm()
     with pytest.raises(ValueError, match="a budget of 500 bytes is too small for one step"):
         loop(checkpoints=tl.Checkpoints(budget=0.5))
     monkeypatch.undo()
-    assert 2**20 < (tl.Checkpoints(budget=0.5).bytes_on(here) or 0) < 2**50
+    assert 2**20 < (bytes_on(here, tl.Checkpoints(budget=0.5)) or 0) < 2**50
 
 
 @pytest.mark.parametrize(

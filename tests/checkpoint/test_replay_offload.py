@@ -177,7 +177,7 @@ def test_more_bytes_are_never_more_steps() -> None:
             h.sum().backward()
         found.append(products.count - 2 * 50)  # backward has two of a step
     assert found == sorted(found, reverse=True)
-    assert found[-1] <= 50 + 3 + 2  # those that were watched run again, and one is tried twice
+    assert found[-1] <= 50 + 3 + 2 + 2  # those that were watched run again, one is tried twice, one reversed once more
 
 
 def test_a_budget_is_kept(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from docs.house import graph, layers, modules
 
 # Room -> boxes, floors, arrows.
 BOUNDS: dict[str, tuple[int, int, int]] = {
-    "_common": (15, 4, 4),
+    "_common": (17, 4, 4),
     "_torch": (18, 3, 10),
     "attention": (15, 8, 23),
     "beam": (19, 7, 42),
@@ -31,7 +31,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "kernels.cpu": (20, 4, 51),
     "kernels.eager": (11, 2, 2),
     "loop": (33, 12, 140),
-    "loop.checkpoint": (30, 11, 78),
+    "loop.checkpoint": (31, 11, 80),
     "loop.compiled": (8, 6, 14),
     "loop.compiled.in_graphs": (4, 3, 4),
     "loop.compiled.look": (23, 12, 62),
@@ -53,7 +53,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "packed.time": (6, 2, 3),
     "packed.views": (2, 1, 0),
     "risk": (4, 2, 2),
-    "schedule": (8, 5, 16),
+    "schedule": (9, 5, 19),
     "tensor_array": (14, 6, 29),
 }
 

@@ -121,7 +121,7 @@ class RngState:
         self.users = {id(g): (g, g.get_state()) for g in generators}
 
     def tensors(self) -> list[Tensor]:
-        """What it holds."""
+        """Returns the states as tensors."""
         return [self.cpu, *self.cuda.values(), *(state for _, state in self.users.values())]
 
     def restore(self, first: dict[int, tuple[torch.Generator, Tensor]], cuda: dict[int, Tensor]) -> None:

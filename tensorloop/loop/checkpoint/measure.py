@@ -31,7 +31,8 @@ class MadeBytes(MemoryMode):
     def __init__(self) -> None:
         super().__init__()
         self.now = self.peak = 0
-        self.hooked = False  # whether hooks took what operations saved
+        self.hooked = False  # whether hooks of the body's took what operations saved
+        self._around = graph.saving_is_hooked()
         self._sizes: dict[weakref.ref[Any], int] = {}
         me = weakref.ref(self)
 
@@ -52,7 +53,7 @@ class MadeBytes(MemoryMode):
                     self._sizes[ref] = storage.nbytes()
                     self.now += storage.nbytes()
             self.peak = max(self.peak, self.now)
-            self.hooked = self.hooked or graph.saving_is_hooked()
+            self.hooked = self.hooked or (graph.saving_is_hooked() and not self._around)
         return out
 
 

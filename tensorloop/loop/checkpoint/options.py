@@ -84,14 +84,15 @@ class Checkpoints:
             raise WrongType(f"check must be a bool, got {describe(self.check)}")
         object.__setattr__(self, "offload", as_place(self.offload, "offload"))
 
-    def bytes_on(self, device: torch.device) -> int | None:
-        """The budget in bytes; a share is one of what is free there now."""
-        found = None if self.budget is None else parsed(self.budget)
-        return int(found * free_bytes(device)) if isinstance(found, float) else found
-
 
 # A dataclass writes its own __init__; unknown keywords are answered as those of a function are.
 Checkpoints.__init__ = named("Checkpoints")(Checkpoints.__init__)
+
+
+def bytes_on(device: torch.device, checkpoints: Checkpoints) -> int | None:
+    """Returns a budget in bytes; a share is one of what is free there now."""
+    found = None if checkpoints.budget is None else parsed(checkpoints.budget)
+    return int(found * free_bytes(device)) if isinstance(found, float) else found
 
 
 class WhatFits(Checkpoints):
@@ -120,12 +121,12 @@ def is_auto(checkpoints: Any) -> bool:
 
 
 def chosen(made: int, others: int, device: torch.device) -> Checkpoints | None:
-    """What "auto" comes to where a first step has made `made` bytes that stay, and so many others follow."""
+    """Decides for "auto", where a first step has made `made` bytes that stay, and so many others follow."""
     return None if made * others <= SHARE * free_bytes(device) else WhatFits(budget=SHARE)
 
 
 def check_least(budget: int, residuals: int, beyond: int, carry: int, lenient: bool = False) -> int:
-    """What is left of a budget for the schedule, with what the step at hand takes set aside."""
+    """Returns the bytes of a budget that are left for a schedule, with what the step at hand takes set aside."""
     aside = 2 * carry + beyond
     budget = max(budget, aside + residuals) if lenient else budget
     if budget < aside + residuals:

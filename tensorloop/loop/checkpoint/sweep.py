@@ -17,7 +17,7 @@ from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, bytes_of, bytes_of_backward, runs_python
-from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, check_least, schedule_of
+from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, bytes_on, check_least, schedule_of
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves, flags_of
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
 from tensorloop.loop.checkpoint.substitutes import entangled
@@ -146,7 +146,7 @@ class Sweep:
             yield schedule.Advance(1, 2)
         assert isinstance(self.plan, Checkpoints)
         device = next((x.values.device for x in state if type(x) is SavedTensor), torch.device("cpu"))
-        budget = self.plan.bytes_on(device)
+        budget = bytes_on(device, self.plan)
         assert budget is not None
         self.schedule = self._schedule_within(budget, self.plan.residuals)
         skipped = set[int]()  # snapshots before the step at hand, which nobody has taken

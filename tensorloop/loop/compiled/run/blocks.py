@@ -17,7 +17,7 @@ from tensorloop import schedule
 from tensorloop._common.errors import Misuse, named
 from tensorloop.compiler.operations import value_of
 from tensorloop.loop.checkpoint.in_order import reversal
-from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, check_least
+from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, bytes_on, check_least
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
 from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
 from tensorloop.loop.compiled.run.gradient_sums import GradientSums, room_for
@@ -50,7 +50,7 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
     if isinstance(checkpoints, Schedule):
         offload, k, budget = None, checkpoints.k, None
     else:
-        offload, k, budget = checkpoints.offload, checkpoints.k, checkpoints.bytes_on(plan.step.place.device)
+        offload, k, budget = checkpoints.offload, checkpoints.k, bytes_on(plan.step.place.device, checkpoints)
     if budget is not None:
         budget = check_least(budget, step, plan.bytes_beyond(), carry, isinstance(checkpoints, WhatFits))
     if isinstance(own, schedule.Budgeted):  # made for other steps than those of a program
