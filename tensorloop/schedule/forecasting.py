@@ -11,7 +11,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
-class _Run(NamedTuple):
+class _Stretch(NamedTuple):
     """Steps that run one after the other: when the first does, which they are, and how."""
 
     at: int
@@ -48,7 +48,7 @@ class Forecast:
     bytes: int
     snapshots: int
     kept: int
-    runs: list[_Run] = field(compare=False)
+    runs: list[_Stretch] = field(compare=False)
     spans: list[tuple[int, int, int]] = field(compare=False)  # of snapshots: (step, from when, until when)
 
     def __repr__(self) -> str:
@@ -151,7 +151,7 @@ class _Follower:
         self.at = self.now = self.advances = self.bytes = self.most = 0
         self.held = dict[int, int]()  # snapshots, and since when
         self.kept = dict[int, int]()  # steps whose residuals are kept: the first, and one more than the last
-        self.runs: list[_Run] = []
+        self.runs: list[_Stretch] = []
         self.spans: list[tuple[int, int, int]] = []
 
     def do(self, action: Action) -> None:
@@ -180,7 +180,7 @@ class _Follower:
                 self.at = step
 
     def _run(self, start: int, stop: int, kind: str) -> None:
-        self.runs.append(_Run(self.now, start, stop, kind))
+        self.runs.append(_Stretch(self.now, start, stop, kind))
         self.at, self.now = stop, self.now + (0 if kind == _FROM_KEPT else stop - start)
 
     def _count(self) -> None:
