@@ -70,6 +70,11 @@ class Release:
     Attributes:
         start: int, as of that Advance.
         stop: int, as of that Advance.
+
+    Example:
+        >>> plan = tl.schedule.Budgeted(30, carry=1, residuals=8)
+        >>> next(x for x in plan.sweep(None) if isinstance(x, tl.schedule.Release))
+        Release(start=0, stop=1)
     """
 
     start: int

@@ -158,7 +158,7 @@ def test_a_budget_holds_where_the_first_carry_has_no_gradient(budget: int, recor
     assert tracker.peak <= budget + n * 4 * 16
 
 
-@pytest.mark.parametrize("budget", [200_000, 1_000_000])
+@pytest.mark.parametrize("budget", [300_000, 1_000_000])
 def test_outputs_that_residuals_hold_are_counted(budget: int) -> None:
     w, xs = torch.randn(8, requires_grad=True), torch.randn(200, 8)
 

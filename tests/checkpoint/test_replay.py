@@ -346,7 +346,7 @@ def test_nothing_is_kept_under_transforms_but_the_plain_loop():
     [
         (0, ValueError, "checkpoints must be at least 1 .* got 0"),
         (-3, ValueError, "at least 1"),
-        (True, TypeError, "must be None, an int, a Schedule or a Checkpoints, got bool True"),
+        (True, TypeError, "must be None, an int, .auto., a Schedule or a Checkpoints, got bool True"),
         (2.0, TypeError, "got float 2.0"),
         ("2", TypeError, "got str '2'"),
     ],

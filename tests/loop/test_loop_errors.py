@@ -57,8 +57,14 @@ def keep(carry: Any, *rest: Any) -> Any:
             "scan: xs[0] is int 1; expected a tensor, a TensorArray, a range or None",
         ),
         (lambda: tl.scan(keep, ZERO, {"a": XS, "b": [2.5]}), "scan: xs['b'][0] is float 2.5; expected a tensor"),
-        (lambda: tl.scan(keep, ZERO, XS, checkpoints=2.0), "scan: checkpoints must be None, an int, a Schedule"),
-        (lambda: tl.scan(keep, ZERO, XS, checkpoints=True), "scan: checkpoints must be None, an int, a Schedule"),
+        (
+            lambda: tl.scan(keep, ZERO, XS, checkpoints=2.0),
+            'scan: checkpoints must be None, an int, "auto", a Schedule',
+        ),
+        (
+            lambda: tl.scan(keep, ZERO, XS, checkpoints=True),
+            'scan: checkpoints must be None, an int, "auto", a Schedule',
+        ),
         (lambda: tl.scan(keep, ZERO, XS, reverse="no"), "scan: reverse must be True or False, got str 'no'"),
     ],
 )

@@ -261,7 +261,8 @@ class Plan:
     def bytes_beyond(self) -> int:
         """Estimates what blocks take beside their steps' bytes: gradients before they are added up, and temporaries."""
         graphs = [self.step.graph, *([self.backward().step.graph] if self.grad else [])]
-        largest = max((bytes_of(n) for graph in graphs for n in graph.nodes if n.op == "call_function"), default=0)
+        made = [n for graph in graphs for n in graph.nodes if n.op == "call_function" and not grows(n)]
+        largest = max(map(bytes_of, made), default=0)
         sums = sum(bytes_of(self.step.invariants[k]) for k in self.reached(NONE).invariants) if self.grad else 0
         return 2 * self.bytes_of_carry() + sums + 2 * largest
 
