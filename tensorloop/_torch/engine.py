@@ -5,7 +5,8 @@ the arguments here are known to be right. Private names of torch, tried with 2.1
 `torch.autograd.Variable._execution_engine.run_backward`, `torch._C._autograd._get_current_graph_task_keep_graph`.
 """
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
@@ -38,6 +39,22 @@ def spare_hooks(inputs: Sequence[Any], grads: Sequence[Any]) -> None:
                 for key, hook in (hooks or {}).items():
                     if getattr(hook, "func", None) is not _spared:
                         hooks[key] = partial(_spared, hooks, key, hook, before)
+
+
+@contextmanager
+def silent(tensors: Iterable[Tensor]) -> Iterator[None]:
+    """No hook of these tensors runs, and no `.grad` is kept: backward will call them once, with the sum."""
+    hooked = [(x._backward_hooks, dict(x._backward_hooks)) for x in tensors if x._backward_hooks]
+    kept = [(x, x.grad) for x in tensors if not x.is_leaf and x.retains_grad]
+    try:
+        for hooks, _ in hooked:
+            hooks.clear()
+        yield
+    finally:
+        for hooks, saved in hooked:
+            hooks.update(saved)
+        for x, grad in kept:
+            x.grad = grad
 
 
 def _spared(hooks: Any, key: int, hook: Any, before: Any, x: Tensor | None) -> Any:

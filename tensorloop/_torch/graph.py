@@ -106,11 +106,16 @@ def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor], beside
 
     `beside`: what is held with the graph, and counted, too.
     """
-    outside = {transforms.storage(x)._cdata for x in captured}
-    inside = walk([x.grad_fn for x in outputs if x.grad_fn is not None], lambda edge: leaf_of(edge[0]) is None)
-    storages = [transforms.storage(x) for node in inside for x in _saved(node)]
-    storages += [transforms.storage(x) for x in beside]
-    return sum({x._cdata: x.nbytes() for x in storages if x._cdata not in outside}.values())
+    captured = [*captured]
+    saved = [x for node in step_nodes(outputs, captured) for x in _saved(node)]
+    return transforms.bytes_of([*saved, *beside], captured)
+
+
+def step_nodes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> Iterator[Node]:
+    """The nodes of a step's graph: none of what made the tensors that its body closes over."""
+    ends = {node_of(x) for x in captured}
+    starts = [x.grad_fn for x in outputs if x.grad_fn is not None and x.grad_fn not in ends]
+    return walk(starts, lambda edge: edge[0] not in ends and leaf_of(edge[0]) is None)
 
 
 def _saved(node: Node) -> list[Tensor]:

@@ -6,7 +6,7 @@ place must ask it. Tried with torch 2.11 and 2.13: `torch._C._functorch`, `torch
 `torch._C._get_dispatch_mode`, `torch.utils._python_dispatch._disable_current_modes`.
 """
 
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -68,6 +68,12 @@ def storage(x: torch.Tensor) -> torch.UntypedStorage:
     if x.layout is torch.strided:
         return x.untyped_storage()
     return (x._values() if x.layout is torch.sparse_coo else x.values()).untyped_storage()
+
+
+def bytes_of(tensors: Iterable[torch.Tensor], but: Iterable[torch.Tensor] = ()) -> int:
+    """Bytes of the memory behind tensors, each piece once and whole; without that of others."""
+    others = {storage(x)._cdata for x in but}
+    return sum({s._cdata: s.nbytes() for s in map(storage, tensors) if s._cdata not in others}.values())
 
 
 def is_batched(x: torch.Tensor) -> bool:

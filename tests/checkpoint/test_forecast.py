@@ -23,7 +23,7 @@ def test_figures_are_those_of_the_actions(plan: Schedule) -> None:
 def test_bytes_beside_those_of_the_loop() -> None:
     carry, residuals = 3, 10
     assert schedule.forecast(StoreAll(), 20, carry, residuals).bytes == 18 * carry + residuals
-    assert schedule.forecast(Binomial(4), 100, carry, residuals).bytes == 3 * carry + residuals - carry * 0
+    assert schedule.forecast(Binomial(4), 100, carry, residuals).bytes == 3 * carry + residuals
     for budget in (10, 25, 60, 140, 199, 200):
         found = schedule.forecast(Budgeted(budget, carry, residuals), 20, carry, residuals)
         assert residuals <= found.bytes <= budget
@@ -46,7 +46,7 @@ def test_it_is_what_a_loop_does() -> None:
         said = schedule.forecast(Budgeted(residuals + more, carry, residuals), 40, carry, residuals)
         calls.clear()
         loop(tl.Checkpoints(budget=least + more)).sum().backward()
-        # Steps that the forecast keeps run again here, and one whose residuals fit beside its carry does not run twice.
+        # This loop counts, so that its steps are watched, and those that the forecast keeps run again.
         assert len(calls) == 40 + said.advances + said.kept
 
 

@@ -85,7 +85,7 @@ def gradient_from_a_capture_alone() -> Made:
     w, b, xs = leaf(F, F), leaf(F), torch.randn(T, B, F)
 
     def body(h: Tensor, x: Tensor) -> Any:
-        return torch.sigmoid(h @ w + x) + b, None
+        return h + 0.1 * torch.sigmoid(h @ w + x) + b, None
 
     return [w, b], lambda **how: tl.scan(body, torch.zeros(B, F), xs, **how)
 
@@ -197,3 +197,13 @@ def test_the_process_grows_no_more() -> None:
     ]
     assert grown[0] > 300
     assert grown[1] < 80  # with outputs, gradients, and holes that the allocator leaves
+
+
+def test_what_made_a_capture_is_no_part_of_a_step() -> None:
+    """The graph of a weight that was computed before the loop, large, is the caller's."""
+
+    def loop(weight: Tensor) -> Callable[[Any], Any]:
+        return lambda plan: tl.fori_loop(0, 6, lambda i, h: torch.sin(h @ weight), torch.ones(2, 4), checkpoints=plan)
+
+    large = leaf(200, 200).tanh().sin().tanh()
+    assert bytes_of_a_step(loop(large[:4, :4])) == bytes_of_a_step(loop(leaf(4, 4)))

@@ -1,6 +1,7 @@
 """What functions that differentiate a step do in Python: custom Functions, hooks, TorchScript."""
 
 import random
+import warnings
 from typing import Any
 
 import pytest
@@ -12,6 +13,15 @@ import tensorloop as tl
 
 XS, INIT = torch.linspace(-1, 1, 36).view(12, 3), torch.linspace(0.2, 0.7, 3)
 PLANS = [3, 12, tl.Checkpoints(4, residuals=2)]
+
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)
+
+    @torch.jit.script
+    def counted(x: Tensor, counter: Tensor) -> Tensor:  # pyright: ignore[reportRedeclaration]
+        counter.add_(1.0)
+        return x * counter.clone()
 
 
 class State:
@@ -197,12 +207,23 @@ def test_scripts_and_sparse_weights_under_a_budget(plan: Any) -> None:
     matrix = torch.eye(3).to_sparse().requires_grad_()
 
     def body(c: Tensor, x: Tensor) -> tuple[Tensor, None]:
-        return torch.sin(matrix @ scripted(c)[:, None])[:, 0] + x, None
+        return c + 0.3 * torch.sin(matrix @ scripted(c)[:, None])[:, 0] + x, None
 
     found, expected = (tl.scan(body, INIT, XS, checkpoints=how)[0].sum() for how in (plan, None))
     wanted = [*scripted.parameters(), matrix]
     for x, y in zip(torch.autograd.grad(found, wanted), torch.autograd.grad(expected, wanted), strict=True):
         torch.testing.assert_close(x.to_dense(), y.to_dense())
+
+
+@pytest.mark.filterwarnings("ignore:`torch.jit")
+def test_a_script_that_changes_an_outer_tensor_is_refused() -> None:
+    counter = torch.zeros(3)
+
+    def body(c: Tensor, x: Tensor) -> tuple[Tensor, None]:
+        return c + torch.sin(counted(c, counter)) * x, None
+
+    with pytest.raises(RuntimeError, match=r"calls TorchScript, which changes a tensor of shape \(3,\)"):
+        tl.scan(body, INIT.clone().requires_grad_(), XS, checkpoints=3)
 
 
 @pytest.mark.filterwarnings("ignore:`torch.jit")
@@ -217,7 +238,7 @@ def test_scripted_modules_that_change_a_buffer_are_refused(inside: bool) -> None
         c = module(c + x)
         return c, c
 
-    with pytest.raises(RuntimeError, match=f"scripted module, which changes its buffer {name}"):
+    with pytest.raises(RuntimeError, match=f"calls TorchScript, which changes its buffer {name}"):
         tl.scan(body, torch.zeros(4, 3), xs, checkpoints=2)
     norm.eval()
     carry, _ = tl.scan(body, torch.zeros(4, 3), xs, checkpoints=2)

@@ -29,6 +29,7 @@ from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import graph, overrides
 from tensorloop._torch.eager_only import runs_eagerly
+from tensorloop._torch.engine import silent
 from tensorloop._torch.versions import version_of
 from tensorloop.loop.checkpoint.ambient_state import GpuStates, RngState
 from tensorloop.loop.checkpoint.array_versions import CapturedArray
@@ -437,19 +438,3 @@ class Captures(TorchFunctionMode):
         """
         generators = (generator for generator, _ in self.generators.values())
         return RngState(generators, self.gpu_states, self.gpus if self.calls else None)
-
-
-@contextmanager
-def silent(tensors: Iterable[Tensor]) -> Iterator[None]:
-    """No hook of these tensors runs, and no `.grad` is kept: backward will call them once, with the sum."""
-    hooked = [(x._backward_hooks, dict(x._backward_hooks)) for x in tensors if x._backward_hooks]
-    kept = [(x, x.grad) for x in tensors if not x.is_leaf and x.retains_grad]
-    try:
-        for hooks, _ in hooked:
-            hooks.clear()
-        yield
-    finally:
-        for hooks, saved in hooked:
-            hooks.update(saved)
-        for x, grad in kept:
-            x.grad = grad

@@ -15,8 +15,8 @@ from torch import Tensor
 
 from tensorloop._common.errors import named
 from tensorloop._torch import overrides
+from tensorloop._torch.engine import silent
 from tensorloop.loop.checkpoint.array_versions import Version, dense, token_of, values_of
-from tensorloop.loop.checkpoint.captures import silent
 from tensorloop.loop.checkpoint.replay import Replay
 from tensorloop.loop.checkpoint.snapshots import SavedTensor
 from tensorloop.loop.checkpoint.substitutes import differentiate, substitute

@@ -11,9 +11,9 @@ from torch import Tensor
 from tensorloop._torch import graph
 from tensorloop._torch.dispatch import MemoryMode
 from tensorloop._torch.eager_only import runs_eagerly
-from tensorloop._torch.engine import gradients
+from tensorloop._torch.engine import gradients, silent
 from tensorloop._torch.overrides import unseen
-from tensorloop.loop.checkpoint.captures import silent
+from tensorloop._torch.transforms import bytes_of
 
 
 class StepBytes(NamedTuple):
@@ -57,27 +57,47 @@ class MadeBytes(MemoryMode):
         return out
 
 
-def runs_python(outputs: Sequence[Tensor]) -> bool:
+def runs_python(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> bool:
     """Whether differentiating a step runs code of somebody's, which is to run as often as in a plain loop."""
-    nodes = graph.walk([x.grad_fn for x in outputs if x.grad_fn is not None], lambda edge: True)
+    nodes = graph.step_nodes(outputs, captured)
     return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
 
 
-def bytes_of_backward(outputs: Sequence[Tensor], wanted: Sequence[Tensor], silenced: Iterable[Tensor]) -> int | None:
+def step_bytes(
+    made: MadeBytes,
+    outputs: Sequence[Tensor],
+    wanted: Sequence[Tensor],
+    captured: Sequence[Tensor],
+    outside: Iterable[Tensor],
+    ys: Sequence[Tensor],
+    unclear: bool,
+) -> tuple[int, int]:
+    """Returns the residuals of a step that has run, and what it takes beyond; `wanted` get gradients, captures too.
+
+    `unclear`: what it keeps is not to be asked, or code of somebody's would run more often.
+    """
+    unclear = unclear or made.hooked or runs_python(outputs, captured)
+    residuals = made.now if unclear else graph.residual_bytes(outputs, [*outside, *captured], ys)
+    backward = None if unclear else _bytes_of_backward(outputs, [*wanted, *captured], captured)
+    if backward is None:
+        backward = 2 * made.peak + bytes_of([*outputs, *wanted, *captured])
+    # Steps that are reversed at once add their gradients up one by one: there are two more of a capture at a time.
+    largest = max((x.numel() * x.itemsize for x in captured), default=0)
+    return residuals, max(made.peak - residuals, backward) + 2 * largest + 2 * bytes_of(ys)
+
+
+def _bytes_of_backward(outputs: Sequence[Tensor], wanted: Sequence[Tensor], silenced: Iterable[Tensor]) -> int | None:
     """The most bytes that differentiating a step takes beside its residuals: gradients in, out and in between.
 
     Its backward runs for that, with ones. None where torch refuses.
     """
+    if not outputs:
+        return 0
     with MadeBytes() as made, contextlib.suppress(Exception), silent(silenced):
         found = gradients(outputs, wanted, [torch.ones_like(x) for x in outputs], True)
         del found
         return made.peak
     return None
-
-
-def bytes_of(tensors: Sequence[Any]) -> int:
-    """Bytes of tensors, each storage once and whole."""
-    return sum({x.untyped_storage()._cdata: x.untyped_storage().nbytes() for x in _tensors(tensors)}.values())
 
 
 def _tensors(x: Any) -> Iterator[Tensor]:

@@ -295,7 +295,7 @@ class Snapshots:
         tensors = [x.values for x in state if type(x) is SavedTensor] + [x for x, _ in captures.writes.tensors()]
         if rng.differs(self.initial.rng):
             tensors += rng.tensors()
-        return sum({(s := transforms.storage(x))._cdata: s.nbytes() for x in tensors}.values())
+        return transforms.bytes_of(tensors)
 
     def restore(self, step: int, *, draws: bool) -> State:
         """The state of a snapshot, with its surroundings."""

@@ -9,14 +9,14 @@ from torch import Tensor
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse
-from tensorloop._torch import graph
 from tensorloop._torch.graph import saving_is_hooked
+from tensorloop._torch.transforms import bytes_of
 from tensorloop._torch.versions import Versions, read_version
 from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
-from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, bytes_of, bytes_of_backward, runs_python
+from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, step_bytes
 from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, bytes_on, check_least, schedule_of
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves, flags_of
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
@@ -256,19 +256,10 @@ class Sweep:
         captures = self.captures
         held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
         captured = [*captures.recorded.values()]
-        wanted = [*(x for x in arguments if x.requires_grad), *captured]
-        unclear = made.hooked or captures.arrays or captures.hooks or self.array_tokens or runs_python(outputs)
-        if unclear:  # what is kept is not to be asked, nor may code of somebody's run more often
-            residuals = made.now
-        else:
-            outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
-            residuals = graph.residual_bytes(outputs, outside, held)
-        backward = bytes_of_backward(outputs, wanted, captured) if outputs and not unclear else None
-        if backward is None:
-            backward = 2 * made.peak + bytes_of([*outputs, *wanted])
-        # Steps that are reversed at once add their gradients up one by one: there are two more of a capture at a time.
-        largest = max((bytes_of([x]) for x in captured), default=0)
-        beyond = max(made.peak - residuals, backward) + 2 * largest + 2 * bytes_of(held)
+        wanted = [x for x in arguments if x.requires_grad]
+        outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
+        unclear = bool(captures.arrays or captures.hooks or self.array_tokens)
+        residuals, beyond = step_bytes(made, outputs, wanted, captured, outside, held, unclear)
         if (waiting := AT_A_TIME * bytes_of(held)) <= residuals:
             beyond += waiting
         else:

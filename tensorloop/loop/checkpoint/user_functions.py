@@ -90,9 +90,8 @@ class Watched:
         _refuse(judge, self.notes)
         if scripted is not None:
             raise Misuse(
-                f"the body calls a scripted module, which changes its buffer {scripted}, and would change it again in "
-                f"backward, which runs steps again; call eval() of it before the loop, or use the module that was "
-                f"scripted"
+                f"the body calls TorchScript, which changes {scripted}, and would change it again in backward, which "
+                f"runs steps again; use the module or function that was scripted, or call eval() before the loop"
             )
         return out
 

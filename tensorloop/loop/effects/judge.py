@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorloop._common import pytree
+from tensorloop._common.arguments import describe
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.transforms import storage
 from tensorloop.loop.effects import known
@@ -121,7 +122,7 @@ class Judge(Stores):
         if known.in_python(kind, "__call__") or known.is_torchs(kind) or kind.__name__ in _HARMLESS:
             self.kept.whole(f, kind.__name__ not in _HARMLESS)
             if self.notes is not None:
-                self._scripted(f)
+                self._scripted(f, args)
                 self._arguments(frame, "", args)
             return None
         if kind.__name__ in ("ufunc", "_ArrayFunctionDispatcher"):
@@ -154,17 +155,21 @@ class Judge(Stores):
         elif self.notes is not None:
             self._arguments(frame, "", args)
 
-    def _scripted(self, f: Any) -> None:
+    def _scripted(self, f: Any, args: list[Any]) -> None:
         """Notes what TorchScript may change: it calls no function that a watch would see."""
         modules = dict(f.named_modules()) if isinstance(f, nn.Module) else {}
         with unseen():
+            found = list[tuple[str, Tensor]]()
             for path, module in modules.items():
                 if isinstance(module, torch.jit.ScriptModule):
-                    found = module.named_buffers(path, recurse=False)
-                    self.scripted += [(name, x, x.clone()) for name, x in found]
+                    found += [(f"its buffer {name}", x) for name, x in module.named_buffers(path, recurse=False)]
+            if isinstance(f, torch.jit.ScriptFunction):
+                tensors = [x for x in pytree.leaves(args) if isinstance(x, Tensor) and not self.is_new(x)]
+                found += [(describe(x), x) for x in tensors]
+            self.scripted += [(name, x, x.clone()) for name, x in found]
 
     def changed_by_script(self) -> str | None:
-        """The name of a buffer that a scripted module has changed."""
+        """Names a tensor that TorchScript has changed."""
         with unseen():
             changed = (not torch.allclose(x, was, 0, 0, equal_nan=True) for _, x, was in self.scripted)
             return next((name for (name, _, _), differs in zip(self.scripted, changed, strict=True) if differs), None)

@@ -70,7 +70,7 @@ class Stores:
         self.carried = set[int]()  # `__dict__`s of objects whose attributes are in a carry, by id
         self.begun = dict[int, Any]()  # frames of generators, held: those of older ones may be made when they go on
         self._older_dicts = dict[int, Any]()  # `__dict__`s of older objects, which may be made when they are asked for
-        self.scripted: list[tuple[str, Tensor, Tensor]] = []  # buffers of scripted modules that were called, copies
+        self.scripted: list[tuple[str, Tensor, Tensor]] = []  # what TorchScript was given or holds: names, copies
         self.cached = set[int]()  # codes of functions whose results an `lru_cache` keeps, by id
         self._contexts = dict[int, tuple[ContextVar[Any], Any, Any, Effect]]()  # those set, as they were
         self._makes: set[int] = set()  # frames whose next instruction finds something new on top
