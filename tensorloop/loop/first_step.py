@@ -99,7 +99,8 @@ class FirstStep(Loop):
 
     def checked(self, carry: Any, t: int) -> State:
         """The leaves of what the body returned, which are what they are."""
-        self.carry = Carry(carry, lambda: name_of_carry(self.functions))
+        functions = self.functions  # not this loop, which holds the carry: tensors would wait for the collector
+        self.carry = Carry(carry, lambda: name_of_carry(functions))
         leaves = self.carry.tree.flatten(carry)
         assert leaves is not None
         self.last_tree = leaves, carry

@@ -90,7 +90,25 @@ def gradient_from_a_capture_alone() -> Made:
     return [w, b], lambda **how: tl.scan(body, torch.zeros(B, F), xs, **how)
 
 
-LOOPS = [lstm, deep, statistics, unknown_length, rows_that_stop, wide_outputs, gradient_from_a_capture_alone]
+def loop_inside() -> Made:
+    start = leaf(B, F)
+
+    def body(i: Any, h: Tensor) -> Tensor:
+        return tl.fori_loop(0, 6, lambda j, h: torch.sin(torch.cos(h)), h, checkpoints="auto")
+
+    return [start], lambda **how: tl.fori_loop(0, T, body, start, **how)
+
+
+LOOPS = [
+    loop_inside,
+    lstm,
+    deep,
+    statistics,
+    unknown_length,
+    rows_that_stop,
+    wide_outputs,
+    gradient_from_a_capture_alone,
+]
 
 
 def nbytes(tensors: list[Tensor]) -> int:

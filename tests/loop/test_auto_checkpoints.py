@@ -105,3 +105,14 @@ def test_other_words_are_refused() -> None:
     word: Any = "automatic"
     with pytest.raises(TypeError, match='scan: checkpoints must be None, an int, "auto", a Schedule or a Checkpoints'):
         tl.scan(lambda h, x: (h, x), torch.ones(2), XS, checkpoints=word)
+
+
+@pytest.mark.parametrize("init", ["auto", "first_only"])
+def test_a_first_step_by_itself_leaves_nothing_to_the_collector(init: str) -> None:
+    w, start = W.clone().requires_grad_(), torch.ones(4, 16, requires_grad=True)
+    kind, how = ("first_only", {}) if init == "first_only" else ("fori_loop", {"checkpoints": "auto"})
+    loops(kind, w, start, **how)
+    with tl.memory.collector_off(), tl.memory.track() as tracker:
+        found = loops(kind, w, start, **how)
+        del found
+        assert tracker.live == 0
