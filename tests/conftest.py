@@ -267,4 +267,7 @@ def little_to_collect() -> None:
 def seed(request: pytest.FixtureRequest) -> None:
     if request.config.getoption("--device"):
         torch.set_default_device("cuda")  # which a trace of `torch.compile` that fails leaves behind unset
-    torch.manual_seed(0)
+        torch.manual_seed(0)
+    else:
+        # `torch.manual_seed` keeps a traceback for each kind of device that was not begun: milliseconds, every time
+        torch.default_generator.manual_seed(0)

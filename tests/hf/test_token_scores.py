@@ -156,10 +156,14 @@ def test_bfloat16_is_summed_in_float32(autocast: bool) -> None:
     assert error < 4 * usual + 1e-3 * close.abs().max()
 
 
+# V = 32,000 at d = 512 and 4,000 tokens: 512 rows of logits are 65.5 MB, all of them 512 MB.
+SMALL, LARGE = (4000, 64, 4000), (4000, 512, 32000)
+
+
 @pytest.mark.parametrize("entropy", [False, True])
-def test_bytes_are_those_of_one_chunk(entropy: bool) -> None:
-    """V = 32,000 at d = 512 and 4,000 tokens: 512 rows of logits are 65.5 MB, all of them 512 MB."""
-    count, width, vocabulary, chunk = 4000, 512, 32000, 512
+@pytest.mark.parametrize("sizes", [SMALL, pytest.param(LARGE, marks=pytest.mark.extended)])
+def test_bytes_are_those_of_one_chunk(sizes: tuple[int, int, int], entropy: bool) -> None:
+    (count, width, vocabulary), chunk = sizes, 512
     rows = chunk * vocabulary * 4
     head = nn.Linear(width, vocabulary, bias=False)
     hidden = torch.randn(count, width, requires_grad=True)
