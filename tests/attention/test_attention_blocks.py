@@ -80,6 +80,7 @@ def test_packed_rows_see_positions_of_their_own(mod: Callable[..., Tensor]):
 
 
 @pytest.mark.parametrize("mod", [cases.window, cases.by_head, cases.by_row], ids=lambda mod: mod.__name__)
+@pytest.mark.few
 def test_second_order_and_transforms(mod: Callable[..., Tensor]):
     B, H, n = 2, 2, 4
     ours, theirs = both(mod, B, H, n, n, 2)

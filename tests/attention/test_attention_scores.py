@@ -69,6 +69,7 @@ LENS = st.lists(st.tuples(*[st.one_of(st.integers(0, 9), st.integers(31, 35))] *
 @pytest.mark.parametrize("kind", KINDS)
 @given(lens=LENS, heads=st.sampled_from([(1, 1), (4, 2)]))
 @settings(max_examples=12)
+@pytest.mark.few("hidden", "all", "relative far")
 def test_packed_rows(kind: str, lens: list[tuple[int, int]], heads: tuple[int, int]):
     q_lens, k_lens = [n for n, _ in lens], [m for _, m in lens]
     longest = max(q_lens, default=0), max(k_lens, default=0)
@@ -112,7 +113,7 @@ def test_padded(kind: str, sizes: tuple[int, int]):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-@pytest.mark.extended("all", "sinks")
+@pytest.mark.few("hidden", "bias of entries", "relative far")
 def test_derivatives_of_both_orders(kind: str):
     lens = [2, 0, 3]
     options = kinds(2, 2, 5, 3, (3, 3))[kind]

@@ -92,6 +92,7 @@ def reach(t: int, n: int, window: int, starts: Tensor) -> Tensor:
 
 
 @pytest.mark.parametrize("chunk", [False, True])
+@pytest.mark.few("True")
 def test_arrays_with_rules_and_sinks(chunk: bool) -> None:
     q, k, v, sinks = given(torch.float64)
     starts = torch.tensor([2, 7])  # the second row sees nothing

@@ -202,18 +202,18 @@ body = lambda i, h: torch.tanh(torch.sin(h) * w)
 tl.fori_loop(0, 8, body, h, checkpoints=tl.Checkpoints(budget=40 << 20)).sum().backward()  # what is loaded once
 most = lambda: int(re.search(r"VmHWM:\\s*(\\d+)", open("/proc/self/status").read())[1])
 before = most()
-tl.fori_loop(0, 100, body, h, checkpoints=eval(sys.argv[1])).sum().backward()
+tl.fori_loop(0, 50, body, h, checkpoints=eval(sys.argv[1])).sum().backward()
 print((most() - before) / 1024)
 """
 
 
 def test_the_process_grows_no_more() -> None:
-    """The residuals of all steps are 600 MB; resident memory is the kernel's figure, not ours."""
+    """The residuals of all steps are 300 MB; resident memory is the kernel's figure, not ours."""
     grown = [
         float(subprocess.run([sys.executable, "-c", CHILD, plan], capture_output=True, text=True, check=True).stdout)
         for plan in ("None", "tl.Checkpoints(budget=60 << 20)")
     ]
-    assert grown[0] > 300
+    assert grown[0] > 200
     assert grown[1] < 80  # with outputs, gradients, and holes that the allocator leaves
 
 

@@ -38,7 +38,16 @@ def checkpointed(monkeypatch: pytest.MonkeyPatch) -> Checkpointed:
 
 @pytest.mark.parametrize("k", [1, 2, 50])
 @pytest.mark.parametrize("name", LOOPS)
-@pytest.mark.few
+@pytest.mark.few(
+    "heads-2",
+    "of_two_lengths-50",
+    "attends-1",
+    "a_ring-1",
+    "only_ys-2",
+    "means_backwards-1",
+    "attends_from_nothing-2",
+    "means-50",
+)
 def test_values_and_gradients_are_those_of_the_eager_loop(name: str, k: int, blocks: None, checkpointed: Checkpointed):
     expected = outcome(LOOPS[name], False)
     checkpointed(k)

@@ -331,6 +331,23 @@ def of_length(name: str, steps: int = T, **options: Any) -> Callable[[Any], Any]
 
 
 @pytest.mark.parametrize("name", [*LENGTHS, *OTHERS])
+@pytest.mark.few(
+    "table[:n]",
+    "ALiBi",
+    "decay by a tensor",
+    "relative",
+    "all pairs",
+    "running mean",
+    "from the end",
+    "arange down",
+    "a scatter",
+    "columns",
+    "cut short",
+    "the rest",
+    "before the first",
+    "a write",
+    "a quotient",
+)
 def test_the_length_of_an_array_is_used_as_pythons_ints_are(name: str):
     reason = {**LENGTHS, **OTHERS}[name][1]
     if reason:

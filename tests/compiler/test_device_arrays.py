@@ -99,7 +99,7 @@ def sized(rows: int, features: int, steps: int, slots: int) -> Callable[[Any], l
 @pytest.mark.parametrize(
     ("rows", "features", "steps", "slots"), [(5, 3, 4, 1), (2, 1, 1, 3), (1, 9, 3, 2), (7, 17, 2, 1)]
 )
-@pytest.mark.extended("-32-", "7-17")
+@pytest.mark.few("1-9-3-2-8-2", "2-1-1-3-8-1")
 def test_odd_sizes_and_groups_of_unequal_rows(rows, features, steps, slots, count, groups) -> None:
     run = sized(rows, features, steps, slots)
     expected = run(False)

@@ -123,7 +123,7 @@ def groups_of(cores: list[Made]) -> list[int]:
 @pytest.mark.parametrize(("rows", "heads", "size"), SIZES)
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CELLS)
-@pytest.mark.few
+@pytest.mark.few("slstm-rows first-5-2-7", "norm-heads first-5-4-32", "gru-flat-2-1-5")
 def test_a_loop_of_heads_is_the_eager_one(name: str, layout: str, rows: int, heads: int, size: int) -> None:
     """Each pair of a row and a head has a group of its own, forward and backward."""
     expected = outcome(name, layout, rows, heads, size, compile=False)
@@ -137,7 +137,7 @@ def test_a_loop_of_heads_is_the_eager_one(name: str, layout: str, rows: int, hea
 @pytest.mark.parametrize(("most", "groups"), [(2, 2), (5, 4), (7, 6), (23, 12), (24, 24)])
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", ["lstm", "norm"])
-@pytest.mark.few
+@pytest.mark.few("norm-heads first-5-4", "lstm-flat-7-6")
 def test_a_group_has_several_rows_and_heads(name: str, layout: str, most: int, groups: int) -> None:
     expected = outcome(name, layout, 6, 4, 2, compile=False)
     for count, local in ((8, 0), (128, 48 * 1024)):
@@ -157,6 +157,7 @@ def steps_of(name: str, layout: str, *sizes: Any) -> list[Step]:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("name", CELLS)
+@pytest.mark.few("norm-flat", "slstm-rows first", "lstm-heads first", "gru-flat")
 def test_lanes_of_a_group_wait_where_they_would_meet_and_nowhere_else(name: str, layout: str) -> None:
     for step in steps_of(name, layout, 2, 4, 6):
         plan = KernelPlan(lowered(step), Coroutines(host(), 8, 8))
@@ -189,6 +190,7 @@ MIXING: dict[str, tuple[Callable[[Tensor, Tensor], Tensor], int]] = {
 
 
 @pytest.mark.parametrize("name", MIXING)
+@pytest.mark.few("rows and heads", "softmax over heads", "another head", "less than a head", "the mean of rows")
 def test_what_mixes_heads_is_not_shared_out_by_heads(name: str) -> None:
     function, groups = MIXING[name]
     torch.manual_seed(0)

@@ -46,7 +46,7 @@ def product(depth: int, columns: int, rows: int, dtype: torch.dtype, *, added: b
 @pytest.mark.parametrize(
     ("depth", "columns", "rows"), [(1, 1, 2), (32, 1, 3), (12, 5, 3), (48, 2, 5), (7, 3, 2), (64, 32, 2)]
 )
-@pytest.mark.few
+@pytest.mark.few("12-5-3-32-3-added-dtype2", "1-1-2-128-1-added-dtype0", "64-32-2-64-2-alone-dtype1")
 def test_several_lanes_make_an_element(depth, columns, rows, lanes, groups, added, dtype) -> None:
     """Uneven groups, odd depths, more teams than elements; guarded, so that a team without one reads nothing else."""
     rec, given = product(depth, columns, rows, dtype, added=added)

@@ -60,6 +60,7 @@ def test_an_index_out_of_range_is_an_error_and_touches_nothing() -> None:
 
 
 @pytest.mark.parametrize(("rows", "features"), [(0, 3), (2, 0), (1, 1), (2, 1), (1, 40)])
+@pytest.mark.few("1-40", "2-0")
 def test_odd_sizes(rows: int, features: int) -> None:
     for name in ("lstm", "layer norm", "attention"):
         given = inputs(CELLS[name], 2, rows, features, torch.float64)

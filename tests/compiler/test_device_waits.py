@@ -35,13 +35,14 @@ def written(rec: Step, lanes: int = 8, groups: int = 2) -> KernelPlan:
 
 
 @pytest.mark.parametrize("name", [*CELLS, *MEETING])
-@pytest.mark.extended(*(f"[{name}" for name in [*MEETING][:-6]))
+@pytest.mark.few("windows]", "chain", "kutta", "lstm backward", "viterbi")
 def test_lanes_wait_where_they_would_meet_and_nowhere_else(name: str) -> None:
     plan = written((cell if name in CELLS else case)(name)[0])
     assert unneeded_waits(plan) == []
 
 
 @pytest.mark.parametrize("name", ["gru", "adam", "viterbi", "rows chosen", "running over rows"])
+@pytest.mark.few("viterbi", "rows chosen")
 def test_lanes_wait_too_often_rather_than_meet_where_elements_are_too_many_to_look_at(name, monkeypatch) -> None:
     monkeypatch.setattr(touches, "MOST", 30)
     unneeded_waits(written((cell if name in CELLS else case)(name)[0]))

@@ -104,6 +104,7 @@ def check_lengths(loop: Callable[..., Any], lengths: Any) -> None:
 
 
 @pytest.mark.parametrize("name", READS)
+@pytest.mark.few("second and third", "last but two", "around", "by tensors")
 def test_an_array_is_read_near_its_end(name: str):
     for kind, loop in LOOPS.items():
         check_lengths(loop(reading(READS[name])), (3, 1, 0, 2) if kind == "scan" else (0,))

@@ -50,9 +50,9 @@ def test_some_programs(tmp_path: Path):
 def test_some_programs_on_a_pretended_device(tmp_path: Path):
     if built.why_not():
         return
-    code, found = fuzz(tmp_path, "--device", "--programs", "5", "--seed", "0")
-    assert (code, [x["finds"] for x in found]) == (0, [[]] * 5)
-    assert sum(x["compiled"] and x["outcome"] == "same" for x in found) >= 3  # an error in both is no agreement
+    code, found = fuzz(tmp_path, "--device", "--programs", "3", "--seed", "0")
+    assert (code, [x["finds"] for x in found]) == (0, [[]] * 3)
+    assert sum(x["compiled"] and x["outcome"] == "same" for x in found) >= 2  # an error in both is no agreement
 
 
 def test_faults_are_found_and_the_run_goes_on(tmp_path: Path):

@@ -34,7 +34,7 @@ MAKERS: dict[str, Any] = {
 
 @pytest.mark.parametrize("kind", ["gpt2", "grouped"])
 @pytest.mark.parametrize("maker", MAKERS)
-@pytest.mark.few
+@pytest.mark.few("prefixes-gpt2", "own-grouped")
 def test_finds_what_generate_finds(kind: str, maker: str) -> None:
     model, stopped = build(kind), 0
     ids, mask = prompts(model, padded=True)

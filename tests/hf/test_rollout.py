@@ -34,6 +34,7 @@ def test_greedy_is_what_generate_gives(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "gemma3", "bart"])
+@pytest.mark.few("gpt2", "gemma3")
 def test_score_function_gradients(kind: str) -> None:
     model = build(kind)
     ids, mask = prompts(model, padded=True)
@@ -119,7 +120,7 @@ def test_log_probs_of_the_policy_are_those_of_completions(checkpoints: int | Non
 
 @pytest.mark.parametrize("kind", [*KINDS, "whisper"])
 @pytest.mark.parametrize("checkpoints", [None, 2])
-@pytest.mark.few
+@pytest.mark.few("2-grouped", "None-bart", "None-gemma3", "None-t5")
 def test_a_group_is_what_repeated_prompts_give(kind: str, checkpoints: int | None) -> None:
     model = build(kind)
     ids, mask = prompts(model, padded=True)
@@ -161,6 +162,7 @@ def test_a_prompt_of_one_token_and_what_runs_of_a_group() -> None:
 
 
 @pytest.mark.parametrize("length", [16, 64])
+@pytest.mark.few("16")
 def test_bytes_of_a_group(length: int) -> None:
     """G = 8 after a prompt of 256: its keys are copied, and nothing else of it."""
     torch.manual_seed(0)

@@ -31,6 +31,7 @@ SETTINGS: list[dict[str, Any]] = [
 
 @pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("padded", [False, True])
+@pytest.mark.few
 def test_finds_what_generate_finds(kind: str, padded: bool) -> None:
     model, ended = build(kind), 0
     ids, mask = prompts(model, padded)
@@ -55,7 +56,7 @@ PAIRED = [(kind, name) for kind in ("grouped", "gemma3", "t5", "bart") for name 
 
 @pytest.mark.filterwarnings("ignore:hf.beam_search. keys are gathered:UserWarning")
 @pytest.mark.parametrize(("kind", "implementation"), [("gemma2", "tensorloop"), *PAIRED])
-@pytest.mark.extended("grouped-sdpa", "t5-sdpa")
+@pytest.mark.few("gemma2-tensorloop", "bart-sdpa", "t5-tensorloop")
 def test_gradients_are_those_of_teacher_forcing(kind: str, implementation: str) -> None:
     model = build(kind, implementation)
     ids, mask = prompts(model, padded=True)
@@ -142,7 +143,7 @@ def test_prompts_and_sources_are_run_once() -> None:
 
 
 @pytest.mark.parametrize("kind", ["gpt2", "dropout", "t5", "gemma2", "gemma3"])
-@pytest.mark.extended("dropout", "gemma2", "gpt2")
+@pytest.mark.few("t5")
 def test_bytes_grow_with_steps(kind: str) -> None:
     """Prompts padded on the left, attention dropout, a position bias, softcaps, windows that are full."""
     more = {"gpt2": {"n_positions": 256}, "dropout": {"n_positions": 256, "attn_pdrop": 0.1}, "t5": {}}

@@ -27,6 +27,7 @@ def _same(got: Any, true: Any, bound: float = 1e-12) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.few
 def test_values_and_gradients_are_those_of_a_dynamic_cache(kind: str, attention: str) -> None:
     model, ids = model_of(kind), _ids()
     mask = torch.ones_like(ids)
@@ -70,6 +71,7 @@ def test_encoder_decoders(kind: str, attention: str) -> None:
 
 @pytest.mark.parametrize("attention", ATTENTION)
 @pytest.mark.parametrize("checkpoints", [None, 3])
+@pytest.mark.few
 def test_a_loop_carries_it(attention: str, checkpoints: int | None) -> None:
     model, ids = model_of("grouped", attention), _ids()
 

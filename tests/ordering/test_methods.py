@@ -123,6 +123,7 @@ def test_a_sliding_window_comes_back_as_it_is():
     ("shape", "window", "size", "most"),
     [((64, 64), 13, 128, 200), ((64, 64), 13, 64, 484), ((64, 64), 13, 32, 1558), ((128, 128), 7, 128, 754)],
 )
+@pytest.mark.few("200")
 def test_images(shape: tuple[int, ...], window: int, size: int, most: int):
     assert ordering.best(Graph.from_grid(shape, window), block_size=size).blocks <= most
 
