@@ -405,13 +405,15 @@ def explain(
     progress: bool = False,
     device: str | torch.device | None = None,
 ) -> Explanation:
-    """Says what `tl.scan(..., compile=True)` would do with a loop, as text; it runs only one step.
+    """Says what `tl.scan(..., compile=True)` would do with a loop, as text; it runs only one step or two.
 
         print(tl.explain(body_fn, init, xs))
         print(tl.explain(body_fn, init, xs, device="cuda"))  # of a GPU, which need not be there
 
     The text says what runs once, for all steps at once and step by step, forward and backward, and what is kept for
-    backward. Where the loop is not compiled, it says why, by which line, and what to write instead.
+    backward. Where the loop is not compiled, it says why, by which line, and what to write instead. With `checkpoints`
+    it also says what these do with the eager loop: extra steps, the bytes at peak, and those of a step;
+    `.forecast.plot()` draws it.
 
     Args:
         body_fn, init, xs, length, dim, reverse, until, context, compact, checkpoints: as in `tl.scan`.
@@ -420,13 +422,15 @@ def explain(
             counts of what it asks of that device: launches, waits, bytes.
 
     Returns:
-        A `tl.loop.Explanation`. Print it; `.compiled` is a bool.
+        A `tl.loop.Explanation`. Print it; `.compiled` is a bool, `.forecast` a `tl.schedule.Forecast` or None.
 
-    Cost: the first step, and the time to compile, which the loop itself then need not take again.
+    Cost: the first step, and the time to compile, which the loop itself then need not take again; with `checkpoints`
+    two more steps at most, whose writes and random numbers are undone.
 
     Raises:
         TypeError: `compile` was given; otherwise as `tl.scan`.
-        ValueError: `device` is of a kind on which no loops are compiled; otherwise as `tl.scan`.
+        ValueError: a budget that is too small, with the least that works; `device` is of a kind on which no loops are
+            compiled; otherwise as `tl.scan`.
 
     Example:
         >>> tl.explain(lambda h, x: (h * float(x), h), torch.ones(2), torch.ones(3)).compiled

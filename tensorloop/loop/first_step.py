@@ -19,7 +19,7 @@ from tensorloop.loop.checkpoint.options import chosen, is_auto
 from tensorloop.loop.checkpoint.user_functions import noted
 from tensorloop.loop.compiled.explain import NO_STEP, Explanation
 from tensorloop.loop.compiled.front import FirstStepApart, check_compile
-from tensorloop.loop.effects.notes import StepNotes
+from tensorloop.loop.effects.notes import OfExplained, StepNotes
 from tensorloop.loop.loop import Loop, State, without_graph
 from tensorloop.loop.outputs import place
 from tensorloop.loop.packed_scan import PackedSlices
@@ -159,12 +159,21 @@ def _may_part(loop: Loop) -> bool:
 def explain(
     make: MakeScan, init: FirstOnly, slices: Slices, checkpoints: Any, progress: bool, device: Any
 ) -> Explanation:
-    """Says what would become of the steps after the first one, which runs."""
+    """Says what would become of the steps after the first one, which runs.
+
+    What that writes in Python is undone, and so are the random numbers it draws on the CPU.
+    """
     _refuse_packed(slices)
     plan_of(checkpoints)
-    rest = _begin_scan(make, init, slices)[2] if slices.length != 0 else make(FirstStep, init.carry, slices)
-    with _counted_anew():
-        return NO_STEP if rest is None else explain_scan(rest, checkpoints, progress, device)
+    notes, numbers = OfExplained(), torch.get_rng_state()
+    try:
+        init = FirstOnly(init.carry, notes)
+        rest = _begin_scan(make, init, slices)[2] if slices.length != 0 else make(FirstStep, init.carry, slices)
+        with _counted_anew():
+            return NO_STEP if rest is None else explain_scan(rest, checkpoints, progress, device)
+    finally:
+        notes.undo()
+        torch.set_rng_state(numbers)
 
 
 def _refuse_packed(slices: Slices) -> None:

@@ -7,8 +7,9 @@ from tensorloop._common.arguments import as_bool
 from tensorloop._common.progress import Progress
 from tensorloop.loop import advice, zero_steps
 from tensorloop.loop.checkpoint import node
+from tensorloop.loop.checkpoint.foresight import foreseen
 from tensorloop.loop.compiled import around, front
-from tensorloop.loop.compiled.explain import NO_STEP, Explanation, explain_refusal
+from tensorloop.loop.compiled.explain import NO_STEP, Explanation, explain_refusal, with_checkpoints
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import with_known_rows
@@ -49,12 +50,17 @@ def run_scan(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compil
 
 def explain_scan(loop: Loop, checkpoints: Any, progress: bool, device: Any) -> Explanation:
     """Says what would become of a loop with outputs, were it compiled; an error of its body is the eager loop's."""
+    plan = node.plan_of(checkpoints)
     with scope.running(), scope.observed(loop.name):
         around.check_inner_loop(loop)
-        said = front.explain(_of_rows(loop), node.plan_of(checkpoints), device)
-    if isinstance(said, Explanation):
-        as_bool(progress, "progress")
-        return said
+        loop = _of_rows(loop)
+        said = front.explain(loop, plan, device)
+        if isinstance(said, Explanation):
+            as_bool(progress, "progress")
+            if plan is None or not node.applies(loop):
+                return said
+            length = loop.length if loop.cond is None and loop.until is None else None
+            return with_checkpoints(said, foreseen(loop, plan, length, loop.length), f"checkpoints={checkpoints!r}")
     run_scan(loop, checkpoints, progress, False)
     return NO_STEP if said is None else explain_refusal(loop.title, said)
 

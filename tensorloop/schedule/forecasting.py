@@ -54,10 +54,11 @@ class Forecast:
     def __repr__(self) -> str:
         kept = f", the residuals of {self.kept} kept" if self.kept else ""
         size = f" and {self.bytes:,} bytes" if self.bytes else ""
-        return (
-            f"{self.length} steps{kept}: {self.advances} extra ({self.advances / max(self.length, 1):.2f} a step), at "
-            f"most {self.snapshots} snapshots{size}"
+        steps, snapshots = (
+            f"{n} {word}{'s' * (n != 1)}" for n, word in ((self.length, "step"), (self.snapshots, "snapshot"))
         )
+        extra = f"{self.advances} extra ({self.advances / max(self.length, 1):.2f} a step)"
+        return f"{steps}{kept}: {extra}, at most {snapshots}{size}"
 
     def plot(self, title: str | None = None) -> "Figure":
         """Draws which steps run when, forward and backward, and from when until when snapshots are kept.
@@ -160,15 +161,14 @@ class _Follower:
                 self._run(start, min(stop, self.length), "run, residuals kept" if keep else "run for the carry")
                 if keep:
                     self.kept[start] = self.at
-                    self._count()
                 else:
                     self.advances += self.at - start
+                self._count()  # not at a snapshot, which is the state at hand until this moves on
             case Release(start):
                 self.advances += self.kept.pop(start) - start
             case Snapshot(step):
                 self.held[step] = self.now
                 self.most = max(self.most, len(self.held))
-                self._count()
             case Drop(step):
                 self.spans.append((step, self.held.pop(step), self.now))
             case Backward(step, steps):

@@ -120,7 +120,9 @@ def _of(room: str, names: str) -> list[str]:
 
 # Their doors, for all in the room around.
 INNER_DOORS = {
-    *_of("loop.checkpoint", "adjoint dependence in_order leaving measure node options snapshots user_functions"),
+    *_of(
+        "loop.checkpoint", "adjoint dependence foresight in_order leaving measure node options snapshots user_functions"
+    ),
     *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
     *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
     *_of("loop.compiled.look", "second_look template values_read"),

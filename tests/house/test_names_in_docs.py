@@ -26,9 +26,16 @@ import torch, numba
 from transformers import GenerationConfig, PreTrainedModel, cache_utils, masking_utils  # they take seconds each time
 
 def found(name):
-    thing = importlib.import_module("tensorloop")
+    thing, path = importlib.import_module("tensorloop"), "tensorloop"
     for part in name.split("."):
-        thing = getattr(thing, part)
+        path += "." + part
+        try:
+            thing = getattr(thing, part)
+        except AttributeError as error:  # modules of rooms are there when they are imported
+            try:
+                thing = importlib.import_module(path)
+            except ImportError:
+                raise error from None
 
 def begin(name):
     if child := os.fork():

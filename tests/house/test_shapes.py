@@ -31,7 +31,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "kernels.cpu": (20, 4, 51),
     "kernels.eager": (11, 2, 2),
     "loop": (33, 12, 140),
-    "loop.checkpoint": (31, 11, 80),
+    "loop.checkpoint": (32, 11, 81),
     "loop.compiled": (8, 6, 14),
     "loop.compiled.in_graphs": (4, 3, 4),
     "loop.compiled.look": (23, 12, 62),

@@ -1,7 +1,7 @@
 """The argument `checkpoints` of a loop."""
 
 import re
-from dataclasses import dataclass
+from dataclasses import dataclass, fields
 from pathlib import Path
 from typing import Any
 
@@ -18,7 +18,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, repr=False)
 class Checkpoints:
     """How many carries a loop keeps for backward, and where: for the argument `checkpoints` of a loop.
 
@@ -69,6 +69,10 @@ class Checkpoints:
     offload: str | Path | None = None
     check: bool = False
     residuals: int | None = None
+
+    def __repr__(self) -> str:
+        given = (f for f in fields(self) if getattr(self, f.name) != f.default)
+        return f"Checkpoints({', '.join(f'{f.name}={getattr(self, f.name)!r}' for f in given)})"
 
     @named("Checkpoints")
     def __post_init__(self) -> None:

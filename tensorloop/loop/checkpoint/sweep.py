@@ -140,15 +140,8 @@ class Sweep:
         if self.schedule is not None:
             yield from self.schedule.sweep(self.length)
             return
-        yield schedule.Snapshot(0)
-        yield schedule.Advance(0, 1)
-        if not self.measured:  # the carry has a gradient from the second step on
-            yield schedule.Advance(1, 2)
-        assert isinstance(self.plan, Checkpoints)
-        device = next((x.values.device for x in state if type(x) is SavedTensor), torch.device("cpu"))
-        budget = bytes_on(device, self.plan)
-        assert budget is not None
-        self.schedule = self._schedule_within(budget, self.plan.residuals)
+        yield from self._first_steps()
+        self.schedule = self._schedule_of(state)
         skipped = set[int]()  # snapshots before the step at hand, which nobody has taken
         for action in self.schedule.sweep(self.length):
             if isinstance(action, schedule.Snapshot) and action.step < self.loop.taken:
@@ -157,6 +150,21 @@ class Sweep:
                 skipped.remove(action.step)
             else:
                 yield action
+
+    def _first_steps(self) -> Iterator[Any]:
+        """Those that are measured."""
+        yield schedule.Snapshot(0)
+        yield schedule.Advance(0, 1)
+        if not self.measured:  # the carry has a gradient from the second step on
+            yield schedule.Advance(1, 2)
+
+    def _schedule_of(self, state: State) -> Schedule:
+        """The schedule of a loop whose first state this is, and whose steps were measured."""
+        assert isinstance(self.plan, Checkpoints)
+        device = next((x.values.device for x in state if type(x) is SavedTensor), torch.device("cpu"))
+        budget = bytes_on(device, self.plan)
+        assert budget is not None
+        return self._schedule_within(budget, self.plan.residuals)
 
     def _schedule_within(self, budget: int, residuals: int | None) -> Schedule:
         """The schedule for a budget, without what the step at hand takes."""

@@ -11,19 +11,23 @@ from tensorloop.compiler.operations import values_of
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.targets.choose import describe
+from tensorloop.loop.checkpoint.foresight import Foreseen
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program
+from tensorloop.schedule import Forecast
 
 
 class Explanation:
     """A report on one loop, as `tl.explain` returns it. `print` shows it.
 
     Args:
-        text, compiled: the attributes below; `tl.explain` gives them.
+        text, compiled, forecast: the attributes below; `tl.explain` gives them.
 
     Attributes:
         text: str, the report.
         compiled: bool, whether the loop would run compiled.
+        forecast: what checkpoints would do with the eager loop, a `tl.schedule.Forecast` with a picture; None where
+            `checkpoints` was not given.
 
     Example:
         >>> found = tl.explain(lambda h, x: (h + x, None), torch.ones(2), torch.ones(3, 2))
@@ -31,11 +35,26 @@ class Explanation:
         (True, 'scan: compiled')
     """
 
-    def __init__(self, text: str, compiled: bool) -> None:
-        self.text, self.compiled = text, compiled
+    def __init__(self, text: str, compiled: bool, forecast: Forecast | None = None) -> None:
+        self.text, self.compiled, self.forecast = text, compiled, forecast
 
     def __repr__(self) -> str:
         return self.text
+
+
+def with_checkpoints(said: Explanation, found: Foreseen | None, taken: str) -> Explanation:
+    """An explanation that also says what checkpoints do with the loop when it runs eagerly."""
+    if found is None:
+        return said
+    step, peak, forecast = found
+    lines = (
+        f"eager, {taken}:",
+        f"  {forecast}",
+        f"  {peak:,} bytes at peak beside arguments, outputs and gradients, arrays not counted",
+        f"  a step keeps {step.residuals:,} bytes for its gradient and takes {step.beyond:,} more while it runs; the "
+        f"carry has {step.carry:,}",
+    )
+    return Explanation("\n".join([said.text, *lines]), said.compiled, forecast)
 
 
 NO_STEP = Explanation("not compiled: there is no step to do", False)

@@ -141,6 +141,12 @@ class Undone(StepNotes):
         return True
 
 
+class OfExplained(Undone):
+    """The notes of a step that runs to be explained: it may do anything, and what can be put back is."""
+
+    refuses = False
+
+
 class Asked(StepNotes):
     """The notes of a condition that Python asks between compiled steps: the body must not read what it writes.
 
