@@ -20,22 +20,18 @@ NAME = re.compile(r"(?<![\"\w./-])(?:tl|tensorloop)\.([A-Za-z]\w*(?:\.[A-Za-z]\w
 OF_ITSELF = re.compile(r"(?<![\"\w./-])tl\.([A-Za-z]\w*(?:\.[A-Za-z]\w*)*)")  # what errors and docstrings say of it
 # "there is no `tl.packed.conv1d`"; a module that one imports; a name in a module that the function of its name hides
 EXCEPT = {"packed.conv1d", "reference", "attention.ScoreMod"}
+# modules that a page imports, that have moved, or that another library names
+EXCEPT |= {"compiler.emitter.ir.machine", "compiler.targets.cpu.native_core", "loop.compiled.run.plan"}
+EXCEPT |= {"packed.dim", "packed.rows.dim", "packed.tensor.PackedTensor"}
 LOOK_UP = """
 import importlib, json, os, sys
 import torch, numba
 from transformers import GenerationConfig, PreTrainedModel, cache_utils, masking_utils  # they take seconds each time
 
 def found(name):
-    thing, path = importlib.import_module("tensorloop"), "tensorloop"
+    thing = importlib.import_module("tensorloop")
     for part in name.split("."):
-        path += "." + part
-        try:
-            thing = getattr(thing, part)
-        except AttributeError as error:  # modules of rooms are there when they are imported
-            try:
-                thing = importlib.import_module(path)
-            except ImportError:
-                raise error from None
+        thing = getattr(thing, part)
 
 def begin(name):
     if child := os.fork():
