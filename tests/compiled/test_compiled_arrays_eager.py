@@ -53,7 +53,7 @@ def test_a_body_that_asks_for_the_length_is_tried_with_every_length():
             lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().sum(0) / math.sqrt(len(a))),
             r"depends on the length of an array in the carry .*use torch\.full\(\(\), len\(array\)\) for a float of it",
         ),
-        (lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().cumprod(0)[-1]), "max: not known for sizes"),
+        (lambda h, a, x, d: next_state(h, x, d, a.append(h).stack().cumprod(0)[-1]), "a running product over"),
         (lambda h, a, x, d: next_state(h, x, d, a.write_rows(torch.arange(B), h)[0]), "in Python|row by row"),
         (lambda h, a, x, d: next_state(h, x, d, a.append(h).append(x).truncate(SLOTS)[-1]), "array .* is cut short"),
     ],

@@ -4,6 +4,7 @@ import cProfile
 import ctypes
 import inspect
 import pstats
+import subprocess
 import sys
 import threading
 from collections.abc import Iterator
@@ -263,6 +264,32 @@ def test_a_profiler_sees_the_steps() -> None:
     profile.disable()
     calls = {name: n for (*_, name), (_, n, *_) in pstats.Stats(profile).stats.items()}  # pyright: ignore[reportAttributeAccessIssue]
     assert calls["half"] > 5
+
+
+BETWEEN = """
+import cProfile, sys, torch, tensorloop as tl
+
+def loop():
+    net = torch.nn.LSTMCell(4, 4)  # of a closure of its own: no loop knows what an earlier one has followed
+    body = lambda state, x: ((state := net(x, state)), state[0])
+    tl.scan(body, (torch.zeros(2, 4), torch.zeros(2, 4)), torch.randn(6, 2, 4), checkpoints=2)[1].sum().backward()
+
+loop()
+getattr(sys, sys.argv[1])(lambda *_: None)
+loop()
+getattr(sys, sys.argv[1])(None)
+loop()
+with cProfile.Profile():
+    loop()
+loop()
+"""
+
+
+@pytest.mark.parametrize("tool", ["setprofile", "settrace"])
+def test_a_tool_turns_up_between_two_loops(tool: str) -> None:
+    """Python 3.12 and 3.13 forget which events of a function were asked for; and nothing is called at exit."""
+    done = subprocess.run([sys.executable, "-W", "error", "-c", BETWEEN, tool], capture_output=True, text=True)
+    assert (done.returncode, done.stderr) == (0, "")
 
 
 def test_threads_with_tools_and_without_run_loops() -> None:

@@ -6,6 +6,7 @@ runs below. On 3.11 a coverage tool or debugger that has a trace function of its
 are followed, and finds itself back when a step is over.
 """
 
+import atexit
 import functools
 import sys
 import threading
@@ -294,8 +295,7 @@ def _on_start(code: CodeType, offset: int) -> Any:
         return _monitoring.DISABLE if never else None
     _frames[id(frame)] = followed
     events = _monitoring.events
-    if sys.version_info >= (3, 13):  # which forgets them once where another tool turns up
-        _monitoring.set_local_events(_tool[0], code, 0)
+    _monitoring.set_local_events(_tool[0], code, 0)  # Python forgets them once where another tool turns up
     _monitoring.set_local_events(_tool[0], code, events.INSTRUCTION)
     if offset <= begins_at(code):
         _silent[id(frame)] = frame
@@ -340,6 +340,7 @@ def _use_tool() -> None:
     ):
         m.register_callback(found, event, called)
     m.set_events(found, e.PY_START | e.PY_RESUME | e.RAISE)  # for good: to switch them costs more, and loses events
+    atexit.register(m.set_events, found, 0)  # what is called then would find a module without its names
     _tool.append(found)
 
 

@@ -11,6 +11,7 @@ from tensorloop._torch.fake import empty_fakes, quiet_fakes
 from tensorloop.compiler.custom_functions import UserFunction
 from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
+from tensorloop.compiler.operations import aten, value_of
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import NATIVE, Refused, is_of_device
 from tensorloop.compiler.targets.choose import left_to_loop
@@ -51,6 +52,10 @@ class ArrayPlan(Plan):
             raise Refused("complex numbers meet a TensorArray in the carry", "carry real and imaginary parts")
         if any(isinstance(n.target, UserFunction) for n in module.graph.nodes):
             raise Refused("a custom Function meets a TensorArray in the carry", "return ys, which scan stacks")
+        for n in module.graph.find_nodes(op="call_function", target=aten.cumprod.default):
+            if value_of(n).shape[n.args[1]] >= min(OTHER_MARKS):  # pyright: ignore[reportArgumentType]
+                # Its gradient is made slot by slot, of as many as the marks say: in torch 2.11 by a billion calls.
+                raise Refused("a running product over the slots of an array", "use the exp of a sum of logarithms")
         found = super()._with_gradients(trace, module, examples, wants, **options)
         trace, examples = self._other
         again = functional(trace, examples)
