@@ -153,6 +153,48 @@ def test_a_compiled_loop_keeps_it(make: Callable[[], Made]) -> None:
         torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
 
 
+def steps_of_two_sizes(from_step: int = T // 2, custom: bool = False) -> Made:
+    w, start = leaf(F, F), leaf(B, F)
+
+    class Sine(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            ctx.save_for_backward(x)
+            return x.sin()
+
+        @staticmethod
+        def backward(ctx: Any, grad: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+            return grad * ctx.saved_tensors[0].cos()
+
+    sine: Any = Sine.apply if custom else torch.sin
+
+    def body(i: Any, h: Tensor) -> Tensor:
+        h = torch.tanh(h @ w) + h
+        for _ in range(8 if int(i) >= from_step else 1):
+            h = sine(h)
+        return h
+
+    return [start, w], lambda **how: tl.fori_loop(0, T, body, start, **how)
+
+
+@pytest.mark.parametrize("custom", [False, True])
+@pytest.mark.parametrize("from_step", [2, T // 2, T - 1])
+def test_steps_that_keep_more_than_the_first(from_step: int, custom: bool) -> None:
+    def make() -> Made:
+        return steps_of_two_sizes(from_step, custom)
+
+    everything, expected = measured(make)
+    for share in (0.3, 0.5, 0.8, 1.2):
+        budget = 10_000 + 4 * int(share * everything) if custom else 24_000 + int(share * everything)
+        found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget))
+        assert found <= budget
+        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+    least = bytes_of_a_step(lambda plan: make()[1](checkpoints=plan))[0]
+    with pytest.raises(ValueError, match="is too small for one step of this loop") as error:
+        make()[1](checkpoints=tl.Checkpoints(budget=least))
+    assert f"raised in step {from_step} of fori_loop" in "".join(error.value.__notes__)
+
+
 @pytest.mark.parametrize("make", LOOPS)
 def test_below_the_least_bytes_nothing_runs_but_a_step(make: Callable[[], Made]) -> None:
     _, loop = make()

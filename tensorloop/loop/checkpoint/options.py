@@ -36,7 +36,8 @@ class Checkpoints:
             the gradients of both. A first step is measured: its carry, what it saves for backward (its residuals), and
             what it takes beyond these while it runs, for which room is set aside. Then residuals of the last steps are
             kept where they fit, so that backward does not run those again, and carries before them
-            (`tl.schedule.Budgeted`). Steps are taken to be of one size, and arrays are not counted. Residuals stay from
+            (`tl.schedule.Budgeted`). A step that calls more of torch than those before it is measured as well: then
+            backward reverses fewer at once, or refuses the budget there. Arrays are not counted. Residuals stay from
             the forward pass where steps run unwatched ([loops](loops.md#checkpoints)); others are run again in
             stretches.
         offload: where carries are kept. None (default): where they are. "cpu": in main memory. A folder (str or Path):

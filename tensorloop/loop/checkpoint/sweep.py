@@ -9,14 +9,14 @@ from torch import Tensor
 from tensorloop import schedule
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Misuse
-from tensorloop._torch.graph import saving_is_hooked
+from tensorloop._torch.graph import residual_bytes, saving_is_hooked
 from tensorloop._torch.transforms import bytes_of
 from tensorloop._torch.versions import Versions, read_version
 from tensorloop.loop.checkpoint import leaving as _leaving
 from tensorloop.loop.checkpoint.array_versions import initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
-from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, step_bytes
+from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, runs_python, step_bytes
 from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, bytes_on, check_least, schedule_of
 from tensorloop.loop.checkpoint.snapshots import SavedTensor, Snapshots, State, as_leaves, flags_of
 from tensorloop.loop.checkpoint.steps import Recomputed, Steps, saved
@@ -51,6 +51,8 @@ class Sweep:
         self.after_known: Callable[[int, list[Any], Any], bool] | None = None
         self.sizes: StepBytes | None = None  # of the first step, or the second, where a budget asks for it
         self.measured = False  # whether the steps after it carry the same gradients
+        self.budget: int | None = None  # bytes, once steps were measured
+        self.most_calls, self.grown = 0, False  # of torch in a step; whether one keeps more than those measured
         self.at_a_time = AT_A_TIME
         self.kept: dict[tuple[int, int], Recomputed] = {}  # steps that ran with residuals: (first, end)
 
@@ -109,8 +111,7 @@ class Sweep:
             steps=steps,
             taken=self.loop.taken,
             length=self.length,
-            # A loop may have ended before a budget had its number.
-            schedule=self.schedule or schedule.of(1, self.length),
+            schedule=self._for_backward(),
             snapshots=self.snapshots,
             constants=self.constants,
             draws=self.draws,
@@ -162,9 +163,9 @@ class Sweep:
         """The schedule of a loop whose first state this is, and whose steps were measured."""
         assert isinstance(self.plan, Checkpoints)
         device = next((x.values.device for x in state if type(x) is SavedTensor), torch.device("cpu"))
-        budget = bytes_on(device, self.plan)
-        assert budget is not None
-        return self._schedule_within(budget, self.plan.residuals)
+        self.budget = bytes_on(device, self.plan)
+        assert self.budget is not None
+        return self._schedule_within(self.budget, self.plan.residuals)
 
     def _schedule_within(self, budget: int, residuals: int | None) -> Schedule:
         """The schedule for a budget, without what the step at hand takes."""
@@ -186,7 +187,7 @@ class Sweep:
         while self.loop.taken < stop:
             if self.steps.knows(state):
                 # Hooks would take what is kept for another's, such as the checkpoint of torch's around the loop.
-                keep = keep and not saving_is_hooked()
+                keep = keep and not (saving_is_hooked() or self.grown)
                 return (self._keep if keep else self._advance_known)(state, stop, progress)
             state = self._step(self.loop.taken, state)
             self.loop.taken += 1
@@ -250,9 +251,12 @@ class Sweep:
             captures.end_arrays()
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
+        if self.budget is not None and captures.calls[-1] > self.most_calls:
+            self._grow(outputs, ys)
         if made is not None:
             del new, y
             self._measure(made, outputs, arguments, ys, after)
+            self.most_calls = captures.calls[-1]
             self.measured = flags_of(state) == flags_of(after)
             return after
         return steps.learn(t, state, after, leaves, row)
@@ -261,18 +265,56 @@ class Sweep:
         self, made: MadeBytes, outputs: list[Tensor], arguments: list[Tensor], ys: list[Any], after: State
     ) -> None:
         """Notes the bytes of a step that has run."""
-        captures = self.captures
-        held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
-        captured = [*captures.recorded.values()]
+        held, captured, outside, unclear = self._beside(ys)
         wanted = [x for x in arguments if x.requires_grad]
-        outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
-        unclear = bool(captures.arrays or captures.hooks or self.array_tokens)
         residuals, beyond = step_bytes(made, outputs, wanted, captured, outside, held, unclear)
         if (waiting := AT_A_TIME * bytes_of(held)) <= residuals:
             beyond += waiting
         else:
             self.at_a_time = 1
         self.sizes = StepBytes(self.snapshots.bytes_of(after), residuals, beyond)
+
+    def _beside(self, ys: list[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor], bool]:
+        """Of a step: (its ys, captures with gradient, what else is from outside, whether what it keeps is unclear)."""
+        captures = self.captures
+        held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
+        outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
+        unclear = bool(captures.arrays or captures.hooks or self.array_tokens)
+        return held, [*captures.recorded.values()], outside, unclear
+
+    def _grow(self, outputs: list[Tensor], ys: list[Any]) -> None:
+        """A step calls more of torch than those measured: where it keeps more, backward reverses fewer at once.
+
+        A budget that this one is too much for is refused here, as the first step does.
+        """
+        held, captured, outside, unclear = self._beside(ys)
+        sizes, calls, plan = self.sizes, self.captures.calls[-1], self.plan
+        assert sizes is not None
+        assert self.budget is not None
+        if unclear or runs_python(outputs, captured):
+            residuals = sizes.residuals * calls // max(self.most_calls, 1)
+        else:
+            residuals = residual_bytes(outputs, [*outside, *captured], held)
+        self.most_calls = calls
+        if residuals > sizes.residuals:
+            beyond = sizes.beyond * residuals // max(sizes.residuals, 1)
+            self.sizes, self.grown = StepBytes(sizes.carry, residuals, beyond), True
+            check_least(self.budget, residuals, beyond, sizes.carry, isinstance(plan, WhatFits))
+            self.kept.clear()
+
+    def _for_backward(self) -> Schedule:
+        """The schedule that reverses the loop."""
+        found = self.schedule or schedule.of(1, self.length)  # it may have ended before a budget had its number
+        if not (self.grown and isinstance(found, schedule.Budgeted)):
+            return found
+        sizes, carry = self.sizes, found.carry
+        assert sizes is not None
+        assert self.budget is not None
+        room = check_least(self.budget, sizes.residuals, sizes.beyond, sizes.carry, lenient=True)
+        held = sorted(self.snapshots.by_step)
+        while (len(held) - 1) * carry + sizes.residuals > room:
+            self.snapshots.drop(held.pop())
+        return schedule.Budgeted(room, carry, sizes.residuals)
 
     def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """As `_advance`, of steps that need not be watched."""
