@@ -275,7 +275,7 @@ class Sweep:
         self.sizes = StepBytes(self.snapshots.bytes_of(after), residuals, beyond)
 
     def _beside(self, ys: list[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor], bool]:
-        """Of a step: (its ys, captures with gradient, what else is from outside, whether what it keeps is unclear)."""
+        """A step's ys, captures with gradient, what else is from outside, and whether what it keeps is unclear."""
         captures = self.captures
         held = [x for x in ys if isinstance(x, Tensor) and x.layout is torch.strided]
         outside = [*captures.tensors(), *(x for x, _ in self.steps.xs if x is not None)]
