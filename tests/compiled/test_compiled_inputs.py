@@ -10,7 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 import tensorloop as tl
-from tests.support.both_ways import check_both
+from tests.support.both_ways import AMINMAX_HAS_A_GRADIENT, check_both
 from tests.support.devices import HERE
 
 D = torch.float64
@@ -185,6 +185,8 @@ REDUCTIONS: dict[str, Callable[[Tensor], Tensor]] = {
     "largest in size": lambda x: torch.linalg.vector_norm(x, math.inf),
     "norm of order 0": lambda x: x.norm(p=0) * x,
 }
+if not AMINMAX_HAS_A_GRADIENT:
+    del REDUCTIONS["aminmax"]
 CONTINUOUS: list[Callable[[Tensor], Tensor]] = [
     lambda x: x.mean() + x.sum() * x.prod() + x.max(0)[0] * x.reshape(1).topk(1)[0][0],
     lambda x: x.cumsum(0) + x.logsumexp(0) + x.softmax(0),

@@ -12,6 +12,7 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop.loop.compiled.run.plan import Plan, plans
+from tests.support.both_ways import AMINMAX_HAS_A_GRADIENT
 from tests.support.compiled_cases import check_equal
 from tests.support.devices import HERE
 
@@ -38,9 +39,6 @@ def pooled(h: Tensor, x: Tensor) -> Any:
 def attended(h: Tensor, x: Tensor) -> Any:
     query, key = h.unsqueeze(1), x.unsqueeze(1)
     return torch.sin(h) + F.scaled_dot_product_attention(query, key, key, is_causal=True).squeeze(1), h
-
-
-AMINMAX_HAS_A_GRADIENT = "Aminmax" in str(torch.aminmax(torch.ones(1, requires_grad=True)).min.grad_fn)  # torch 2.13 on
 
 
 def spread(h: Tensor, x: Tensor) -> Any:

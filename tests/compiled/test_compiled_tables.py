@@ -166,6 +166,7 @@ def test_loops_of_no_step_and_of_one(name: str, steps: int) -> None:
         check_equal(next(grads), next(grads), 1e-12)
 
 
+@pytest.mark.filterwarnings("ignore:Sparse invariant checks are implicitly disabled:UserWarning")  # torch 2.11
 @pytest.mark.parametrize("options", OPTIONS, ids=["plain", "checkpoints", "budget"])
 def test_a_sparse_gradient_stays_sparse(options: dict[str, Any]) -> None:
     loop = over_tokens(lambda p, t: F.embedding(t, p, sparse=True))

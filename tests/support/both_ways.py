@@ -9,6 +9,7 @@ from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 
+AMINMAX_HAS_A_GRADIENT = "Aminmax" in str(torch.aminmax(torch.ones(1, requires_grad=True)).min.grad_fn)  # torch 2.13 on
 Run = Callable[..., Any]  # (compile, *inputs) -> outputs
 Loss = Callable[[list[Tensor]], Tensor]
 
