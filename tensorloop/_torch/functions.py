@@ -3,7 +3,7 @@
 No mode of torch sees `Function.apply`. But each call first makes its `ctx`, an object of a class below
 `BackwardCFunction`, and then looks `forward` and `setup_context` up on the user's class. So an `__init__` there tells
 of every call, and an attribute that is replaced for one call runs something around the function. Private names of
-torch, tried with 2.11 and 2.13: `BackwardCFunction`, `_forward_cls` and `to_save` of a `ctx`, `torch._C._DisableTorchDispatch`.
+torch, tried with 2.13: `BackwardCFunction`, `_forward_cls` and `to_save` of a `ctx`, `torch._C._DisableTorchDispatch`.
 """
 
 import threading
@@ -54,12 +54,8 @@ def class_of(ctx: Any) -> Any:
 
 
 def is_registered(ctx: Any) -> bool:
-    """Whether a call is one of an operator of `torch.library`, whose gradient the registry has.
-
-    Or of torch's checkpoint, which holds its arguments by a Function that nobody differentiates (2.11).
-    """
-    cls = class_of(ctx)
-    return cls.__module__ == "torch._library.autograd" or cls.__qualname__ == "_NoopSaveInputs"
+    """Whether a call is one of an operator of `torch.library`, whose gradient the registry has."""
+    return class_of(ctx).__module__ == "torch._library.autograd"
 
 
 def call_instead(cls: Any, name: str, function: Callable[..., Any]) -> None:

@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils import checkpoint as checkpointing
 from torch.utils.checkpoint import checkpoint
 
 import tensorloop as tl
@@ -352,7 +353,10 @@ def test_programs(name: str) -> None:
         torch.manual_seed(0)
         expected = PROGRAMS[name](False)
         torch.manual_seed(0)
-        if name == "transforms_around":
+        if name == "weights_in_parts" and hasattr(checkpointing, "_NoopSaveInputs"):  # torch 2.11, which reads grad_fn
+            with pytest.warns(NotCompiledWarning, match="_NoopSaveInputs"):
+                found = PROGRAMS[name](True)
+        elif name == "transforms_around":
             with pytest.warns(NotCompiledWarning, match="a torch.func transform .* is around the loop"):
                 found = PROGRAMS[name](True)
         else:
