@@ -291,7 +291,7 @@ def test_what_is_computed_anew_has_no_second_order():
         energy = checkpoint(lambda z: torch.exp(torch.sin(z) * W).sum(), z, use_reentrant=False)
         return torch.tanh(h + grad(energy, z, create_graph=True)[0]), x
 
-    with pytest.raises(RuntimeError, match="goes through what is computed anew|_NoopSaveInputs"):
+    with pytest.raises(RuntimeError, match=r"goes through what is computed anew|_NoopSaveInputs"):
         tl.scan(body, W.detach(), XS[:, 0], compile="strict")
 
 
