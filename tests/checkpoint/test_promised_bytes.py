@@ -1,5 +1,6 @@
 """A budget is a promise: so many bytes are alive beside what a loop is given, its outputs and their gradients."""
 
+import random
 import subprocess
 import sys
 from collections.abc import Callable
@@ -151,6 +152,45 @@ def test_a_compiled_loop_keeps_it(make: Callable[[], Made]) -> None:
         found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget), compile="strict")
         assert found <= budget
         torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+
+
+def drawn(seed: int) -> Made:
+    """A loop of random sizes: steps that use weights once or often, with a cell, outputs and gradients of xs or not."""
+    choose = random.Random(seed)
+    width, rows, steps = choose.choice([4, 16, 32]), choose.choice([1, 4, 8]), choose.choice([20, 60, 150])
+    repeats, layers = choose.choice([1, 2, 4]), choose.choice([1, 2, 3])
+    has_cell, has_ys, wants_xs, reverse = (choose.random() < share for share in (0.3, 0.4, 0.5, 0.3))
+    weights, biases = [leaf(width, width) for _ in range(layers)], [leaf(width) for _ in range(layers)]
+    cell, start, xs = nn.GRUCell(width, width), leaf(rows, width), leaf(steps, rows, width)
+
+    def body(h: Tensor, x: Tensor) -> Any:
+        for _ in range(repeats):
+            z = h + 0.1 * x
+            for w, b in zip(weights, biases, strict=True):
+                z = torch.tanh(z @ w + b)
+            h = h + 0.1 * z
+        h = cell(x, h) if has_cell else h
+        return h, h.sin() if has_ys else None
+
+    wanted = [*weights, *biases, start, *([xs] if wants_xs else []), *(cell.parameters() if has_cell else [])]
+    given = xs if wants_xs else xs.detach()
+    return wanted, lambda **how: tl.scan(body, start, given, reverse=reverse, **how)
+
+
+@pytest.mark.parametrize("compile", [False, "strict"])
+@pytest.mark.parametrize("seed", range(40))
+@pytest.mark.few("[1-", "[26-")
+def test_random_loops_keep_theirs(seed: int, compile: Any) -> None:
+    def make() -> Made:
+        return drawn(seed)
+
+    everything, _ = measured(make)
+    least = bytes_of_a_step(lambda plan: make()[1](checkpoints=plan, compile=compile))[0]
+    for budget in (least, *(int(share * everything) for share in (0.1, 0.2, 0.3, 0.5, 0.8))):
+        if budget >= least:
+            for _ in range(1 + bool(compile)):  # the first call makes the plan
+                found, _ = measured(make, checkpoints=tl.Checkpoints(budget=budget), compile=compile)
+            assert found <= budget
 
 
 def steps_of_two_sizes(from_step: int = T // 2, custom: bool = False) -> Made:

@@ -66,16 +66,17 @@ def runs_python(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> bool:
 def step_bytes(
     made: MadeBytes,
     outputs: Sequence[Tensor],
-    wanted: Sequence[Tensor],
+    given: Sequence[Tensor],
     captured: Sequence[Tensor],
     outside: Iterable[Tensor],
     ys: Sequence[Tensor],
     unclear: bool,
 ) -> tuple[int, int]:
-    """Returns the residuals of a step that has run, and what it takes beyond; `wanted` get gradients, captures too.
+    """Returns the residuals of a step that has run, and what it takes beyond: `given` is its carry and slices.
 
     `unclear`: what it keeps is not to be asked, or code of somebody's would run more often.
     """
+    wanted = [x for x in given if x.requires_grad]
     unclear = unclear or made.hooked or runs_python(outputs, captured)
     residuals = made.now if unclear else graph.residual_bytes(outputs, [*outside, *captured], ys)
     backward = None if unclear else _bytes_of_backward(outputs, [*wanted, *captured], captured)
@@ -83,7 +84,8 @@ def step_bytes(
         backward = 2 * made.peak + bytes_of([*outputs, *wanted, *captured])
     # Steps that are reversed at once add their gradients up one by one: there are two more of a capture at a time.
     largest = max((x.numel() * x.itemsize for x in captured), default=0)
-    return residuals, max(made.peak - residuals, backward) + 2 * largest + 2 * bytes_of(ys)
+    tried = made.peak - residuals + 2 * bytes_of(given)  # a step that may be known runs with copies, twice
+    return residuals, max(tried, backward) + 2 * largest + 2 * bytes_of(ys)
 
 
 def _bytes_of_backward(outputs: Sequence[Tensor], wanted: Sequence[Tensor], silenced: Iterable[Tensor]) -> int | None:

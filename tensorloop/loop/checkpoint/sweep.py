@@ -259,6 +259,7 @@ class Sweep:
             self.most_calls = captures.calls[-1]
             self.measured = flags_of(state) == flags_of(after)
             return after
+        del new, y, outputs, arguments, ys, recorded, tokens  # the graph: a step may be tried
         return steps.learn(t, state, after, leaves, row)
 
     def _measure(
@@ -266,8 +267,7 @@ class Sweep:
     ) -> None:
         """Notes the bytes of a step that has run."""
         held, captured, outside, unclear = self._beside(ys)
-        wanted = [x for x in arguments if x.requires_grad]
-        residuals, beyond = step_bytes(made, outputs, wanted, captured, outside, held, unclear)
+        residuals, beyond = step_bytes(made, outputs, arguments, captured, outside, held, unclear)
         if (waiting := AT_A_TIME * bytes_of(held)) <= residuals:
             beyond += waiting
         else:

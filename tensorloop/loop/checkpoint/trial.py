@@ -118,20 +118,26 @@ class _Trial:
         self.given = list(zip((*leaves, *row), (*copies[0], *copies[1]), strict=True))
         log, first = _Log([*copies[0], *copies[1]]), graph.next_number()
         with log:
-            self.new, y = loop.step(t, *copies)
+            new, y = loop.step(t, *copies)
+        # The graph of a view is made again where its base was changed since: a step would have other nodes.
+        self.changed = any(isinstance(x, Tensor) and x._base is not None and read_version(x._base) for x in new)
+        self.new = [*map(_without_graph, new)]  # two steps are not to be alive at once
         self.nodes, self.calls, self.told = graph.next_number() - first, log.calls, log.told
         self.may_draw = log.may_draw
-        self.ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
+        ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
+        self.ys = [*map(_without_graph, ys)]
 
     def is_as(self, other: "_Trial") -> bool:
         """Whether another did and gave the same, and both changed nothing of what they were given."""
-        if self.calls != other.calls or any(isinstance(y, Tensor) and y._backward_hooks for _, y in self.given):
-            return False
-        # The graph of a view is made again where its base was changed since: a step would have other nodes.
-        if any(isinstance(x, Tensor) and x._base is not None and read_version(x._base) for x in self.new):
+        hooked = any(isinstance(y, Tensor) and y._backward_hooks for _, y in self.given)
+        if self.calls != other.calls or hooked or self.changed:
             return False
         gave = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
         return _are_same([*self.given, *other.given, *gave])
+
+
+def _without_graph(x: Any) -> Any:
+    return x.detach() if isinstance(x, Tensor) else x
 
 
 def _copied(x: Any) -> Any:

@@ -263,7 +263,10 @@ class Plan:
         graphs = [self.step.graph, *([self.backward().step.graph] if self.grad else [])]
         made = [n for graph in graphs for n in graph.nodes if n.op == "call_function" and not grows(n)]
         largest = max(map(bytes_of, made), default=0)
-        sums = sum(bytes_of(self.step.invariants[k]) for k in self.reached(NONE).invariants) if self.grad else 0
+        sums = 0
+        if self.grad:
+            sums = sum(bytes_of(self.step.invariants[k]) for k in self.reached(NONE).invariants)
+            sums += self.backward().bytes_of_sums  # of a tensor that a step uses often the loop adds up as many
         return 2 * self.bytes_of_carry() + sums + 2 * largest
 
     def bytes_reversed(self) -> int:

@@ -88,6 +88,7 @@ class Program:
             *(promise(n, device, each=False) for n in step.sums),
         ]
         self.bytes_a_step = self._bytes_a_step([*made, *map(_held, summed)])
+        self.bytes_of_sums = sum(map(bytes_of, s.sums))  # of the loop, before those of one tensor are put together
 
     def at(self, place: Place) -> "Program":
         """Returns the program of the same step at another place."""
