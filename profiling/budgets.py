@@ -125,7 +125,7 @@ def tensors(tree: Any) -> list[Tensor]:
 
 def seconds(run: Run, net: nn.Module) -> float:
     start = time.process_time()
-    torch.autograd.grad(sum(x.square().sum() for x in tensors(run())), [*net.parameters()])
+    torch.autograd.grad([x.square().sum() for x in tensors(run())], [*net.parameters()])
     return time.process_time() - start
 
 
