@@ -39,7 +39,7 @@ def told() -> Iterator[list[logging.LogRecord]]:
     """What the library's logger said (pytest's own plugin for that is off: it costs each test a millisecond)."""
     records: list[logging.LogRecord] = []
     handler, logger = logging.Handler(), logging.getLogger("tensorloop")
-    handler.emit = records.append
+    handler.emit = lambda record: records.append(record)
     level = logger.level
     logger.setLevel(logging.WARNING)  # an example in the documents turns it off
     logger.addHandler(handler)
