@@ -7,7 +7,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorloop as tl
-from tests.checkpoint.test_promised_bytes import nbytes
+from tests.checkpoint.test_promised_bytes import measured
 from tests.support.schedule_checks import bytes_of_a_step
 
 T, B, F = 40, 4, 16
@@ -32,15 +32,6 @@ def plan_of(plan: Any, loop: Any) -> Any:
     return tl.Checkpoints(budget=plan) if isinstance(plan, int) and plan > 100 else plan
 
 
-def peak(loop: Any, plan: Any) -> int:
-    """The most bytes alive beside outputs and gradients."""
-    with tl.memory.track() as tracker:
-        carry, ys = loop(checkpoints=plan)
-        wanted = [carry, ys]
-        grads = torch.autograd.grad([carry.sum() + ys.sum()], [*NET.parameters()], allow_unused=True)
-    return tracker.peak - nbytes([*wanted, *(x for x in grads if x is not None)])
-
-
 NET, XS = Net(), torch.randn(T, B, F)
 
 
@@ -62,7 +53,7 @@ def test_the_loop_takes_no_more_and_nothing_is_left(plan: Any, kind: str) -> Non
     assert all(torch.equal(x, before[name]) for name, x in NET.state_dict().items())
     assert found.forecast is not None
     said = int(found.text.partition(" bytes at peak")[0].split()[-1].replace(",", ""))
-    assert peak(loop, plan) <= said
+    assert measured(lambda: ([*NET.parameters()], loop), checkpoints=plan)[0] <= said
     if isinstance(plan, tl.Checkpoints) and isinstance(plan.budget, int):
         assert said <= plan.budget
 

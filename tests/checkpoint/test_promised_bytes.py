@@ -226,9 +226,9 @@ def test_steps_that_keep_more_than_the_first(from_step: int, custom: bool) -> No
 
     everything, expected = measured(make)
     for share in (0.3, 0.5, 0.8, 1.2):
-        budget = 10_000 + 4 * int(share * everything) if custom else 24_000 + int(share * everything)
+        budget = 24_000 + int(share * everything)
         found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget))
-        assert found <= budget
+        assert found <= budget * (1.1 if custom else 1)  # what a custom Function keeps is an estimate: docs/limits.md
         torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
     least = bytes_of_a_step(lambda plan: make()[1](checkpoints=plan))[0]
     with pytest.raises(ValueError, match="is too small for one step of this loop") as error:
