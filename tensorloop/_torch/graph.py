@@ -111,6 +111,16 @@ def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor], beside
     return transforms.bytes_of([*saved, *beside], captured)
 
 
+def read_later(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
+    """What the backward of a step will read: all that its graph keeps, but for running statistics of a training norm.
+
+    Such a node keeps those for its backward in evaluation alone.
+    """
+    for node in step_nodes(outputs, ()):
+        if not getattr(node, "_saved_training", False):
+            yield from _saved(node)
+
+
 def step_nodes(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> Iterator[Node]:
     """The nodes of a step's graph: none of what made the tensors that its body closes over."""
     ends = {node_of(x) for x in captured}

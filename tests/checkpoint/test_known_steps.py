@@ -151,6 +151,28 @@ def keeps_statistics(w: Tensor, count: Tensor) -> Any:
 
 
 @body
+def normalises(w: Tensor, _: Tensor) -> Any:
+    torch.manual_seed(3)
+    net = nn.Sequential(nn.BatchNorm1d(F, dtype=w.dtype), nn.Dropout(0.2))
+    return lambda h, x: (net(rotate(h) * w) + x, h * w)
+
+
+@body
+def normalises_as_before(w: Tensor, _: Tensor) -> Any:
+    norm = nn.BatchNorm1d(F, dtype=w.dtype).eval()
+    return lambda h, x: (norm(rotate(h) * w) + x, h * w)
+
+
+@body
+def puts_out_what_it_changes(w: Tensor, count: Tensor) -> Any:
+    def step(h: Tensor, x: Tensor) -> Any:
+        count.add_(1)
+        return rotate(h) * w + x, count.view(1)
+
+    return step
+
+
+@body
 def takes_gradients(w: Tensor, _: Tensor) -> Any:
     def step(h: Tensor, x: Tensor) -> Any:
         z = h.detach().requires_grad_()
@@ -192,7 +214,7 @@ WATCHED = {
     "asks_for_a_gradient",
     "hooks_what_it_makes",
 }
-WATCHED |= {"changes_a_copy_by_its_memory", "writes_to_memory_that_nobody_watches", "keeps_statistics"}
+WATCHED |= {"changes_a_copy_by_its_memory", "writes_to_memory_that_nobody_watches", "puts_out_what_it_changes"}
 
 
 @pytest.mark.parametrize("name", BODIES)
@@ -201,6 +223,50 @@ def test_which_steps_are_watched(name: str, monkeypatch: pytest.MonkeyPatch) -> 
     found = watched(monkeypatch, lambda: results(BODIES[name], T))
     every = [*range(T), *reversed(range(T))]
     assert found == (every if name in WATCHED else [0, 1, T - 1, 0])
+
+
+def test_buffers_end_as_those_of_the_plain_loop() -> None:
+    """Known steps write to them, in the sweep and in backward, and the trial of a step leaves no trace."""
+
+    def found(plan: Any) -> list[Tensor]:
+        torch.manual_seed(0)
+        net = nn.Sequential(nn.Linear(F, F), nn.BatchNorm1d(F), nn.Dropout(0.2), nn.Tanh()).double()
+        h, _ = tl.scan(lambda h, x: (h + net(h + x), None), randn(B, F), randn(T, B, F, seed=1), checkpoints=plan)
+        forward = [x.clone() for x in net.buffers()]
+        grads = torch.autograd.grad(h.sin().sum(), [*net.parameters()])
+        return [h, *grads, *forward, *net.buffers(), torch.rand(1)]
+
+    for plan in (1, 3, T, tl.Checkpoints(k=2, residuals=3), tl.Checkpoints(budget="1 MB"), tl.Checkpoints(budget=20000)):
+        for _ in range(2):
+            torch.testing.assert_close(found(plan), found(None))
+
+
+@pytest.mark.parametrize("k", [1, 3, T])
+@pytest.mark.parametrize("carried", [False, True])
+def test_steps_whose_gradient_reads_what_a_later_step_changes(k: int, carried: bool) -> None:
+    """Each begins with the buffer as it was then. A plain loop is refused by torch; so the buffer is carried there."""
+    w, init, xs = randn(F), randn(B, F, seed=1), randn(T, B, F, seed=2)
+
+    def step(h: Tensor, mean: Tensor, x: Tensor) -> Tensor:
+        return torch.tanh(rotate(h) * w * mean) + (x * mean if carried else x)
+
+    def expected(carry: Any, x: Tensor) -> Any:
+        h, mean = carry
+        mean = 0.9 * mean + 0.1 * x.detach().mean(0)
+        return (step(h, mean, x), mean), None
+
+    mean = torch.ones(F, dtype=w.dtype)
+
+    def body(carry: Any, x: Tensor) -> Any:
+        mean.mul_(0.9).add_(0.1 * x.detach().mean(0))
+        h = step(carry[0] if carried else carry, mean, x)
+        return ((h, mean.clone()) if carried else h), None
+
+    h, _ = tl.scan(body, (init, mean.clone()) if carried else init, xs, checkpoints=k)
+    h = h[0] if carried else h
+    (g, last), _ = tl.scan(expected, (init, torch.ones_like(mean)), xs)
+    found = torch.autograd.grad(h.sum(), [w, init, xs])
+    torch.testing.assert_close([h, mean, *found], [g, last, *torch.autograd.grad(g.sum(), [w, init, xs])])
 
 
 def test_a_body_is_called_for_two_steps_more_and_writes_nothing_then() -> None:

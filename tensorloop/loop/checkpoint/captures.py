@@ -132,6 +132,8 @@ class Captures(TorchFunctionMode):
                     self.autograd.check(self, func, args, kwargs)
         elif writes is ESCAPES:
             self.escapes = True
+        elif writes is UNSEEN and kwargs.get("training") is False:
+            pass  # statistics are read
         elif writes or "out" in kwargs:
             with overrides.unseen():  # recorders around this one count what the body makes
                 candidates = {id(x) for x, _ in use.candidates}

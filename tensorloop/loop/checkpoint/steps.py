@@ -98,7 +98,7 @@ class Steps:
         self.is_tried = True
         others = captures.outer or captures.loops or captures.nodes or captures.arrays or captures.generators
         others = others or captures.escapes
-        changes = captures.given.changed or captures.writes.changed or captures.writes.fresh or captures.autograd.asked
+        changes = captures.given.changed or captures.writes.fresh or captures.autograd.asked
         if others or changes or self.checked is not None or body.foreign or transforms.faking() or modes():
             return after
         views = zip(row, self.views(t), strict=True)  # of known steps, which must look like the copies of others

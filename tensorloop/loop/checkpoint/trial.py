@@ -22,7 +22,7 @@ from torch._ops import OpOverload, OpOverloadPacket
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
-from tensorloop._torch import graph
+from tensorloop._torch import graph, transforms
 from tensorloop._torch.eager_only import runs_eagerly
 from tensorloop._torch.grad_modes import without_graph
 from tensorloop._torch.versions import read_version
@@ -62,12 +62,15 @@ class _Log(TorchFunctionMode):
         self.calls: list[Any] = []
         self.told = False  # whether Python was told of numbers in tensors, so that other steps may go another way
         self.may_draw = False  # whether another step may draw random numbers where this one draws none
+        self.hooked = False  # whether what autograd saves goes to hooks of the body's
+        self._around = graph.saving_is_hooked()
         self.numbers = {id(x): k for k, x in enumerate(given)}  # of tensors that the step was given or made
         self.held: list[Any] = []  # so that no id comes twice
 
     def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         self.held.append(out)
+        self.hooked = self.hooked or graph.saving_is_hooked() != self._around
         self.told = self.told or tells_numbers(func, args, kwargs or {}, out)
         drawing = getattr(func, "__name__", "") in _MAY_DRAW or isinstance(func, (OpOverload, OpOverloadPacket))
         self.may_draw = self.may_draw or drawing
@@ -93,19 +96,24 @@ def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[A
 
     `state` is what it gave.
     """
-    surroundings = captures.rng_state()
+    surroundings, writes = captures.rng_state(), captures.writes
+    before, written = writes.values(), [x for x, _ in writes.tensors()]
     try:
-        with_graph = _Trial(loop, t, *given)
-        moved = captures.rng_state()
+        with_graph = _Trial(loop, t, *given, written)
+        moved, after = captures.rng_state(), writes.values()
         surroundings.restore({}, surroundings.cuda)
+        writes.restore(before)
         with without_graph():
-            without = _Trial(loop, t, *given)
+            without = _Trial(loop, t, *given, written)
             if with_graph.told or captures.rng_state().differs(moved) or not with_graph.is_as(without):
+                return None
+            if with_graph.reads_written or not _are_same([(x, after[id(x)]) for x in written]):
                 return None
     except Exception:  # such as a hook that no tensor without gradient takes
         return None
     finally:
         surroundings.restore({}, surroundings.cuda)
+        writes.restore(before)
     draws = moved.differs(surroundings) or with_graph.may_draw or loop.cond is not None or loop.until is not None
     return TriedStep(flags_of(state), with_graph.nodes, draws, captures.calls[-1])
 
@@ -113,7 +121,7 @@ def tried(loop: Loop, captures: Captures, t: int, given: tuple[list[Any], list[A
 class _Trial:
     """One run of a step, with copies of what it is given: what it called and gave, and what became of the copies."""
 
-    def __init__(self, loop: Loop, t: int, leaves: list[Any], row: list[Any]) -> None:
+    def __init__(self, loop: Loop, t: int, leaves: list[Any], row: list[Any], written: Sequence[Tensor]) -> None:
         copies = [*map(_copied, leaves)], [*map(_copied, row)]
         self.given = list(zip((*leaves, *row), (*copies[0], *copies[1]), strict=True))
         log, first = _Log([*copies[0], *copies[1]]), graph.next_number()
@@ -121,10 +129,12 @@ class _Trial:
             new, y = loop.step(t, *copies)
         # The graph of a view is made again where its base was changed since: a step would have other nodes.
         self.changed = any(isinstance(x, Tensor) and x._base is not None and read_version(x._base) for x in new)
+        ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
+        # Whether a later step changes what backward reads, a state that is kept, or ys that wait to be copied.
+        self.reads_written = bool(written) and _reads(log, [x for x in (*new, *ys) if isinstance(x, Tensor)], written)
         self.new = [*map(_without_graph, new)]  # two steps are not to be alive at once
         self.nodes, self.calls, self.told = graph.next_number() - first, log.calls, log.told
         self.may_draw = log.may_draw
-        ys: list[Any] = [] if loop.outputs is None else loop.outputs.leaves_of(y, t)
         self.ys = [*map(_without_graph, ys)]
 
     def is_as(self, other: "_Trial") -> bool:
@@ -134,6 +144,14 @@ class _Trial:
             return False
         gave = zip((*self.new, *self.ys), (*other.new, *other.ys), strict=True)
         return _are_same([*self.given, *other.given, *gave])
+
+
+def _reads(log: _Log, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
+    """Whether a step that gave these shares memory with what the body writes to. What hooks took is not to be asked."""
+    places = {transforms.storage(x)._cdata for x in written}
+    return log.hooked or any(
+        transforms.storage(x)._cdata in places for x in (*outputs, *graph.read_later(outputs)) if x.layout is torch.strided
+    )
 
 
 def _without_graph(x: Any) -> Any:
