@@ -1,7 +1,7 @@
 """Autograd's graph: its nodes from outputs towards leaves, in which order they were made, and what they keep.
 
 Each thread numbers the nodes that it makes, in order. Private names of torch, tried with 2.11 to 2.15:
-`torch.autograd._get_sequence_nr`, `Node._sequence_nr`, `Node._saved_*`,
+`torch.autograd._get_sequence_nr`, `Node._sequence_nr`, `Node._saved_*`, `BackwardCFunction._forward_cls`,
 `torch._C._autograd._top_saved_tensors_default_hooks`.
 """
 
@@ -39,6 +39,11 @@ def node_of(x: Tensor) -> Node:
         return x.grad_fn
     except RuntimeError:  # a view made without grad of what was changed in place, as a custom function may
         return None
+
+
+def function_of(node: Node) -> type | None:
+    """Returns the class whose backward a node runs; None of one that is torch's own."""
+    return type(node)._forward_cls if isinstance(node, torch.autograd.function.BackwardCFunction) else None  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def leaf_of(node: Node) -> Tensor | None:

@@ -1,5 +1,6 @@
 """`tl.explain(..., checkpoints=...)`: what checkpoints will do with a loop, before it runs, and without a trace."""
 
+from contextlib import suppress
 from typing import Any
 
 import pytest
@@ -7,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 import tensorloop as tl
-from tests.checkpoint.test_promised_bytes import measured
+from tests.checkpoint.test_promised_bytes import ARRAYS, array_of_unknown_length, measured
 from tests.support.schedule_checks import bytes_of_a_step
 
 T, B, F = 40, 4, 16
@@ -56,6 +57,20 @@ def test_the_loop_takes_no_more_and_nothing_is_left(plan: Any, kind: str) -> Non
     assert measured(lambda: ([*NET.parameters()], loop), checkpoints=plan)[0] <= said
     if isinstance(plan, tl.Checkpoints) and isinstance(plan.budget, int):
         assert said <= plan.budget
+
+
+@pytest.mark.parametrize("plan", [3, tl.Checkpoints(k=2, residuals=5), 200_000, 100_000, "least"], ids=str)
+@pytest.mark.parametrize("make", [x for x in ARRAYS if x is not array_of_unknown_length])
+def test_of_a_loop_with_arrays(make: Any, plan: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    wanted, loop = make()
+    if plan == "least":
+        plan = bytes_of_a_step(lambda checkpoints: loop(checkpoints=checkpoints), grows=True)[0]
+    plan, found = plan_of(plan, loop), list[Any]()
+    with monkeypatch.context() as patch, suppress(TypeError):  # of what is None
+        patch.setattr(tl, "scan", lambda *given, **how: found.append(tl.explain(*given, **how)))
+        loop(checkpoints=plan)
+    said = int(found[0].text.partition(" bytes at peak")[0].split()[-1].replace(",", ""))
+    assert measured(lambda: (wanted, loop), checkpoints=plan)[0] <= said
 
 
 def test_the_words() -> None:

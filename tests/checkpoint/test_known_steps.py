@@ -236,7 +236,12 @@ def test_buffers_end_as_those_of_the_plain_loop() -> None:
         grads = torch.autograd.grad(h.sin().sum(), [*net.parameters()])
         return [h, *grads, *forward, *net.buffers(), torch.rand(1)]
 
-    for plan in (1, 3, T, tl.Checkpoints(k=2, residuals=3), tl.Checkpoints(budget="1 MB"), tl.Checkpoints(budget=20000)):
+    blocks, large, small = (
+        tl.Checkpoints(k=2, residuals=3),
+        tl.Checkpoints(budget="1 MB"),
+        tl.Checkpoints(budget=20_000),
+    )
+    for plan in (1, 3, T, blocks, large, small):
         for _ in range(2):
             torch.testing.assert_close(found(plan), found(None))
 
@@ -262,11 +267,12 @@ def test_steps_whose_gradient_reads_what_a_later_step_changes(k: int, carried: b
         h = step(carry[0] if carried else carry, mean, x)
         return ((h, mean.clone()) if carried else h), None
 
-    h, _ = tl.scan(body, (init, mean.clone()) if carried else init, xs, checkpoints=k)
-    h = h[0] if carried else h
-    (g, last), _ = tl.scan(expected, (init, torch.ones_like(mean)), xs)
+    begin: Any = (init, mean.clone()) if carried else init
+    last_carry, _ = tl.scan(body, begin, xs, checkpoints=k)
+    h = last_carry[0] if carried else last_carry
+    (g, last_mean), _ = tl.scan(expected, (init, torch.ones_like(mean)), xs)
     found = torch.autograd.grad(h.sum(), [w, init, xs])
-    torch.testing.assert_close([h, mean, *found], [g, last, *torch.autograd.grad(g.sum(), [w, init, xs])])
+    torch.testing.assert_close([h, mean, *found], [g, last_mean, *torch.autograd.grad(g.sum(), [w, init, xs])])
 
 
 def test_a_body_is_called_for_two_steps_more_and_writes_nothing_then() -> None:

@@ -100,6 +100,59 @@ def loop_inside() -> Made:
     return [start], lambda **how: tl.fori_loop(0, T, body, start, **how)
 
 
+def attends_to_an_array() -> Made:
+    """Its steps keep more and more, with the same calls of torch."""
+    w, start, xs = leaf(F, F), leaf(B, F), leaf(T, B, F)
+
+    def body(carry: Any, x: Tensor) -> Any:
+        h, states = carry
+        states = states.append(torch.tanh(h @ w + x))
+        past = states.stack()
+        weights = torch.softmax((past * h).sum(-1), 0)
+        return ((weights[..., None] * past).sum(0), states), None
+
+    return [w, start, xs], lambda **how: tl.scan(body, (start, tl.TensorArray()), xs, **how)[0][0]
+
+
+def array_of_unknown_length() -> Made:
+    w, start = leaf(F, F), leaf(B, F)
+
+    def body(carry: Any) -> Any:
+        i, h, states = carry
+        states = states.append(h)
+        return i + 1, torch.tanh(h @ w) + states.stack().mean(0), states
+
+    def loop(**how: Any) -> Any:
+        return tl.while_loop(lambda c: c[0] < T, body, (torch.tensor(0), start, tl.TensorArray()), **how)[1]
+
+    return [w, start], loop
+
+
+def overwrites_an_array() -> Made:
+    w, start, xs = leaf(F, F), leaf(B, F), leaf(T, B, F)
+
+    def body(carry: Any, x: Tensor) -> Any:
+        h, ring, i = carry
+        h = torch.tanh(h @ w + x) + 0.1 * ring[i % 5]
+        return (h, ring.write(i % 5, h), i + 1), None
+
+    return [w, start, xs], lambda **how: tl.scan(
+        body, (start, tl.TensorArray.unstack(torch.zeros(5, B, F)), 0), xs, **how
+    )[0][0]
+
+
+def writes_what_it_carries() -> Made:
+    start, xs = leaf(B, F), leaf(T, B, F)
+
+    def body(carry: Any, x: Tensor) -> Any:
+        h, states = carry
+        h = torch.sin(h) + x
+        return (h, states.append(h)), None
+
+    return [start, xs], lambda **how: tl.scan(body, (start, tl.TensorArray()), xs, **how)[0][1].stack()
+
+
+ARRAYS = [attends_to_an_array, array_of_unknown_length, overwrites_an_array, writes_what_it_carries]
 LOOPS = [
     loop_inside,
     lstm,
@@ -130,12 +183,12 @@ def measured(make: Callable[[], Made], **how: Any) -> tuple[int, list[Tensor]]:
 def budgets(make: Callable[[], Made], **how: Any) -> set[int]:
     """Some that the loop can live with, from the least on."""
     everything, loop = measured(make)[0], make()[1]
-    least = bytes_of_a_step(lambda plan: loop(checkpoints=plan, **how))[0]
+    least = bytes_of_a_step(lambda plan: loop(checkpoints=plan, **how), make in ARRAYS)[0]
     shares = (0.1, 0.3, 0.6, 1.2)
     return {least, int(1.3 * least), *(n for share in shares if (n := int(share * everything)) > least)}
 
 
-@pytest.mark.parametrize("make", LOOPS)
+@pytest.mark.parametrize("make", [*LOOPS, *ARRAYS])
 def test_a_budget_is_kept(make: Callable[[], Made]) -> None:
     _, expected = measured(make)
     for budget in budgets(make):

@@ -5,8 +5,6 @@ from collections.abc import Callable
 from functools import cache
 from typing import Any
 
-import pytest
-
 from tensorloop import Checkpoints
 from tensorloop.schedule import Action, Advance, Backward, Drop, Release, Restore, Schedule, Snapshot
 
@@ -132,9 +130,18 @@ def optimum(length: int, k: int) -> int:
     return min([length + whole, *(m + reversal(m, k) + optimum(length - m, k - 1) for m in range(1, length))])
 
 
-def bytes_of_a_step(loop: Callable[[Any], Any]) -> tuple[int, int, int, int]:
-    """Of a loop that is called with `checkpoints`: (least budget, a step's residuals, what it takes beyond, carry)."""
-    with pytest.raises(ValueError, match="is too small for one step") as error:
-        loop(Checkpoints(budget=1))
-    numbers = re.findall(r"\d+", str(error.value).partition("which takes")[2])
-    return int(numbers[0]), int(numbers[1]), int(numbers[2]), int(numbers[3])
+def bytes_of_a_step(loop: Callable[[Any], Any], grows: bool = False) -> tuple[int, int, int, int]:
+    """Of a loop that is called with `checkpoints`: (least budget, a step's residuals, what it takes beyond, carry).
+
+    `grows`: steps do, so that the least is said where that is seen.
+    """
+    numbers: list[int] = []
+    for _ in range(20 if grows else 1):
+        try:
+            loop(Checkpoints(budget=numbers[0] if numbers else 1))
+            break
+        except ValueError as error:
+            said = str(error).partition("is too small for one step")[2].partition("which takes")[2]
+            numbers = [*map(int, re.findall(r"\d+", said))]
+    assert numbers, "no budget is too small"
+    return numbers[0], numbers[1], numbers[2], numbers[3]

@@ -9,6 +9,7 @@ finds them again, equal, when the steps are replayed; any other writes them anew
                ever handed out that a later seek would change.
 """
 
+from collections.abc import Sequence
 from threading import get_ident
 from typing import Any
 
@@ -171,6 +172,21 @@ def output_token(version: Version) -> Tensor:
 
 def _copied(block: Block, length: int) -> Block:
     return Block(block.data[:length].clone(), length)
+
+
+def bytes_of_arrays(state: Sequence[Any], steps: int, length: int | None) -> tuple[list[Tensor], int]:
+    """Where the arrays of a state are that so many steps of `length` have left, and the bytes they take beside that.
+
+    What a loop overwrites is kept, and given to the caller as a copy; what it appends to may be copied as it grows.
+    """
+    logs = {id(x.undo): (x.undo, x.length) for x in state if type(x) is Version and x.undo is not None}
+    beside = 0
+    for undo, filled in logs.values():
+        data = undo.block.data
+        if undo.block.copies or length is None or len(data) * steps < filled * length:
+            beside += data.nbytes
+        beside += sum(old.nbytes for _, old in undo.entries)
+    return [undo.block.data for undo, _ in logs.values()], beside
 
 
 class CapturedArray:

@@ -29,22 +29,34 @@ class _Measured(Exception):
 
 
 class _FirstSteps(Sweep):
-    """The steps of a loop that tell its sizes."""
+    """The steps of a loop that tell its sizes: two at most, or seven of one whose arrays may grow."""
 
-    def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None) -> None:
+    def __init__(self, loop: Loop, plan: Checkpoints | Schedule, length: int | None, most: int) -> None:
         super().__init__(loop, plan, length)
         self.given, self.schedule = self.schedule, None  # steps are measured where there is none yet
+        self.most = most
 
     def _actions(self, state: Any) -> Iterator[Any]:
         yield from self._first_steps()
         self.schedule = self.given or self._schedule_of(state)
+        while self.has_arrays and self.loop.taken < min(self.most, 7):
+            yield schedule.Advance(self.loop.taken, 7)
+        if self.stale and self.budget is not None:
+            self._make_room()
         raise _Measured
+
+    def _weighs(self, t: int) -> bool:
+        return self.has_arrays and t in (3, 6)
+
+    def _measured_next(self, t: int) -> int:
+        return max(self.most - 1, t)
 
 
 def foreseen(loop: Loop, plan: Checkpoints | Schedule, length: int | None, most: int | None) -> Foreseen | None:
     """Returns what a plan would do with a loop of `length` steps, or of `most` where nobody knows; None for no step.
 
-    Two steps run at most. What they write in Python and to buffers, and the random numbers they draw, are undone.
+    Two steps run at most, seven of a loop that carries arrays. What they write in Python and to buffers, and the random
+    numbers they draw, are undone.
 
     Raises:
         RuntimeError: the body does what no checkpointed loop takes.
@@ -53,7 +65,7 @@ def foreseen(loop: Loop, plan: Checkpoints | Schedule, length: int | None, most:
     if most is None:
         return None
     notes = loop.notes = StepNotes()
-    sweep = _FirstSteps(loop, plan, length)
+    sweep = _FirstSteps(loop, plan, length, most)
     captures = sweep.captures
     numbers = captures.rng_state()
     try:

@@ -15,6 +15,8 @@ from tensorloop._torch.engine import gradients, silent
 from tensorloop._torch.overrides import unseen
 from tensorloop._torch.transforms import bytes_of
 
+_ARRAYS = "tensorloop.tensor_array."  # whose nodes hand gradients on, and change none but those
+
 
 class StepBytes(NamedTuple):
     """Bytes of one step. `carry` is a snapshot, `beyond` what a step takes on top of its residuals while it runs."""
@@ -60,7 +62,8 @@ class MadeBytes(MemoryMode):
 def runs_python(outputs: Sequence[Tensor], captured: Iterable[Tensor]) -> bool:
     """Whether differentiating a step runs code of somebody's, which is to run as often as in a plain loop."""
     nodes = graph.step_nodes(outputs, captured)
-    return any(isinstance(node, torch.autograd.function.BackwardCFunction) for node in nodes)
+    functions = filter(None, map(graph.function_of, nodes))
+    return any(not function.__module__.startswith(_ARRAYS) for function in functions)
 
 
 def step_bytes(

@@ -37,9 +37,9 @@ class Checkpoints:
             what it takes beyond these while it runs, for which room is set aside. Then residuals of the last steps are
             kept where they fit, so that backward does not run those again, and carries before them
             (`tl.schedule.Budgeted`). A step that calls more of torch than those before it is measured as well: then
-            backward reverses fewer at once, or refuses the budget there. Arrays are not counted. Residuals stay from
-            the forward pass where steps run unwatched ([loops](loops.md#checkpoints)); others are run again in
-            stretches.
+            backward reverses fewer at once, or refuses the budget there. So do steps that read more and more of an
+            array in the carry: a few of them are measured. Residuals stay from the forward pass where steps run
+            unwatched ([loops](loops.md#checkpoints)); others are run again in stretches.
         offload: where carries are kept. None (default): where they are. "cpu": in main memory. A folder (str or Path):
             in files, which are deleted with the last of them.
         check: bool, default False. True compares what each step that runs again in backward gives, and the random

@@ -1,5 +1,6 @@
 """The sweep: runs every step of a checkpointed loop once, and keeps the states that the schedule asks for."""
 
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
@@ -13,7 +14,7 @@ from tensorloop._torch.graph import residual_bytes, saving_is_hooked
 from tensorloop._torch.transforms import bytes_of
 from tensorloop._torch.versions import Versions, read_version
 from tensorloop.loop.checkpoint import leaving as _leaving
-from tensorloop.loop.checkpoint.array_versions import initial_version
+from tensorloop.loop.checkpoint.array_versions import bytes_of_arrays, initial_version
 from tensorloop.loop.checkpoint.conditions import Conditions
 from tensorloop.loop.checkpoint.in_place import check_apart
 from tensorloop.loop.checkpoint.measure import MadeBytes, StepBytes, runs_python, step_bytes
@@ -53,6 +54,9 @@ class Sweep:
         self.measured = False  # whether the steps after it carry the same gradients
         self.budget: int | None = None  # bytes, once steps were measured
         self.most_calls, self.grown = 0, False  # of torch in a step; whether one keeps more than those measured
+        self.weighed: tuple[int, StepBytes] | None = None  # the step that was measured last, and what it took
+        self.stale = False  # whether the rest of the sweep needs another schedule
+        self.has_arrays = any(isinstance(x, TensorArray) for x in loop.init)
         self.at_a_time = AT_A_TIME
         self.kept: dict[tuple[int, int], Recomputed] = {}  # steps that ran with residuals: (first, end)
 
@@ -151,6 +155,28 @@ class Sweep:
                 skipped.remove(action.step)
             else:
                 yield action
+                if self.stale:
+                    break
+        while self.stale:
+            self.stale = False
+            yield from self._rest()
+
+    def _rest(self) -> Iterator[Any]:
+        """The actions from the step at hand on, where steps turned out to be larger; what is held already stays."""
+        start, carry, room = self.loop.taken, *self._make_room()
+        held = len(self.snapshots.by_step) * carry  # step 0 costs nothing, the step at hand is kept
+        assert isinstance(self.schedule, schedule.Budgeted)
+        if room - held < self.schedule.residuals:  # backward begins at step 0 for each stretch
+            yield schedule.Advance(start, self.length or sys.maxsize)
+            return
+        rest = schedule.Budgeted(room - held, carry, self.schedule.residuals)
+        for action in rest.sweep(None if self.length is None else self.length - start):
+            if isinstance(action, schedule.Advance):
+                yield schedule.Advance(action.start + start, action.stop + start)
+            elif not isinstance(action, schedule.Release):
+                yield type(action)(action.step + start)
+            if self.stale:
+                return
 
     def _first_steps(self) -> Iterator[Any]:
         """Those that are measured."""
@@ -194,6 +220,8 @@ class Sweep:
             progress.update()
             if not self._ask(state):
                 return state, False
+            if self.stale:
+                break
         return state, True
 
     def _ask(self, state: State) -> bool:
@@ -216,7 +244,7 @@ class Sweep:
             plain = [x for x in leaves if isinstance(x, Tensor) and not x.requires_grad]
             versions = Versions(plain) if plain else None
         foreign = steps.body.foreign
-        if self.schedule is None:
+        if self.schedule is None or self._weighs(t):
             with MadeBytes() as made:
                 new, y = steps.run(t, leaves, row)
         else:
@@ -251,28 +279,49 @@ class Sweep:
             captures.end_arrays()
         if loop.slices is not None:
             loop.slices.check_unchanged(t)
-        if self.budget is not None and captures.calls[-1] > self.most_calls:
-            self._grow(outputs, ys)
         if made is not None:
             del new, y
-            self._measure(made, outputs, arguments, ys, after)
-            self.most_calls = captures.calls[-1]
+            self._measure(t, made, outputs, arguments, ys, after)
+            self.most_calls = max(self.most_calls, captures.calls[-1])
             self.measured = flags_of(state) == flags_of(after)
             return after
+        if self.budget is not None and captures.calls[-1] > self.most_calls:
+            self._estimate(outputs, ys)
         del new, y, outputs, arguments, ys, recorded, tokens  # the graph: a step may be tried
         return steps.learn(t, state, after, leaves, row)
 
+    def _weighs(self, t: int) -> bool:
+        """Whether a later step is measured, too: of a loop whose arrays may grow 3, 6, 12, ..., and the last."""
+        if self.budget is None or not self.has_arrays:
+            return False
+        return t + 1 == self.length or (t % 3 == 0 and (t // 3).bit_count() == 1)
+
+    def _measured_next(self, t: int) -> int:
+        """The step up to which steps count as what step t says."""
+        return 2 * t if self.length is None else self.length - 1
+
     def _measure(
-        self, made: MadeBytes, outputs: list[Tensor], arguments: list[Tensor], ys: list[Any], after: State
+        self, t: int, made: MadeBytes, outputs: list[Tensor], arguments: list[Tensor], ys: list[Any], after: State
     ) -> None:
-        """Notes the bytes of a step that has run."""
+        """Notes the bytes of step t, which has run; of a later one, of those up to the next that is measured."""
         held, captured, outside, unclear = self._beside(ys)
-        residuals, beyond = step_bytes(made, outputs, arguments, captured, outside, held, unclear)
+        blocks, beside = bytes_of_arrays(after, t + 1, self.length)
+        residuals, beyond = step_bytes(made, outputs, arguments, captured, [*outside, *blocks], held, unclear)
         if (waiting := AT_A_TIME * bytes_of(held)) <= residuals:
             beyond += waiting
         else:
             self.at_a_time = 1
-        self.sizes = StepBytes(self.snapshots.bytes_of(after), residuals, beyond)
+        sizes, before = StepBytes(self.snapshots.bytes_of(after), residuals, beyond + beside), self.weighed
+        self.weighed = t, sizes
+        if before is None or self.schedule is None:
+            self.sizes = sizes
+            return
+        more = self._measured_next(t) - t
+        residuals, beyond = (
+            new + max(new - old, 0) * more // max(t - before[0], 1)
+            for old, new in zip(before[1][1:], sizes[1:], strict=True)
+        )
+        self._grow(residuals, beyond)
 
     def _beside(self, ys: list[Any]) -> tuple[list[Tensor], list[Tensor], list[Tensor], bool]:
         """A step's ys, captures with gradient, what else is from outside, and whether what it keeps is unclear."""
@@ -282,39 +331,51 @@ class Sweep:
         unclear = bool(captures.arrays or captures.hooks or self.array_tokens)
         return held, [*captures.recorded.values()], outside, unclear
 
-    def _grow(self, outputs: list[Tensor], ys: list[Any]) -> None:
-        """A step calls more of torch than those measured: where it keeps more, backward reverses fewer at once.
-
-        A budget that this one is too much for is refused here, as the first step does.
-        """
+    def _estimate(self, outputs: list[Tensor], ys: list[Any]) -> None:
+        """A step calls more of torch than those measured: does it keep more?"""
         held, captured, outside, unclear = self._beside(ys)
-        sizes, calls, plan = self.sizes, self.captures.calls[-1], self.plan
+        sizes, calls = self.sizes, self.captures.calls[-1]
         assert sizes is not None
-        assert self.budget is not None
         if unclear or runs_python(outputs, captured):
             residuals = sizes.residuals * calls // max(self.most_calls, 1)
         else:
             residuals = residual_bytes(outputs, [*outside, *captured], held)
         self.most_calls = calls
-        if residuals > sizes.residuals:
-            beyond = sizes.beyond * residuals // max(sizes.residuals, 1)
-            self.sizes, self.grown = StepBytes(sizes.carry, residuals, beyond), True
-            check_least(self.budget, residuals, beyond, sizes.carry, isinstance(plan, WhatFits))
+        self._grow(residuals, sizes.beyond * residuals // max(sizes.residuals, 1))
+
+    def _grow(self, residuals: int, beyond: int) -> None:
+        """Steps take so much: where that is more than before, the rest of the loop and backward get another schedule.
+
+        A budget that one is too much for is refused here, as the first step does.
+        """
+        sizes = self.sizes
+        assert sizes is not None
+        if residuals > sizes.residuals or beyond > sizes.beyond:
+            residuals, beyond = max(residuals, sizes.residuals), max(beyond, sizes.beyond)
+            self.sizes, self.grown, self.stale = StepBytes(sizes.carry, residuals, beyond), True, True
+            if self.budget is not None:
+                check_least(self.budget, residuals, beyond, sizes.carry, isinstance(self.plan, WhatFits))
             self.kept.clear()
+
+    def _make_room(self) -> tuple[int, int]:
+        """The bytes of a carry, and those for all that is held; drops the snapshots for which there is no more room."""
+        sizes = self.sizes
+        assert sizes is not None
+        assert self.budget is not None
+        carry = 0 if self.snapshots.places.default is not None else max(sizes.carry, 1)
+        step = max(sizes.residuals, 1)
+        room = check_least(self.budget, step, sizes.beyond, sizes.carry, lenient=True)
+        self.schedule = schedule.Budgeted(room, carry, step)
+        held = sorted(self.snapshots.by_step)
+        while len(held) > 1 and len(held) * carry + step > room:
+            self.snapshots.drop(held.pop())
+        return carry, room
 
     def _for_backward(self) -> Schedule:
         """The schedule that reverses the loop."""
-        found = self.schedule or schedule.of(1, self.length)  # it may have ended before a budget had its number
-        if not (self.grown and isinstance(found, schedule.Budgeted)):
-            return found
-        sizes, carry = self.sizes, found.carry
-        assert sizes is not None
-        assert self.budget is not None
-        room = check_least(self.budget, sizes.residuals, sizes.beyond, sizes.carry, lenient=True)
-        held = sorted(self.snapshots.by_step)
-        while (len(held) - 1) * carry + sizes.residuals > room:
-            self.snapshots.drop(held.pop())
-        return schedule.Budgeted(room, carry, sizes.residuals)
+        if self.stale:  # of the last step
+            self._make_room()
+        return self.schedule or schedule.of(1, self.length)  # it may have ended before a budget had its number
 
     def _advance_known(self, state: State, stop: int, progress: Any) -> tuple[State, bool]:
         """As `_advance`, of steps that need not be watched."""

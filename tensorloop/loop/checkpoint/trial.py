@@ -149,9 +149,7 @@ class _Trial:
 def _reads(log: _Log, outputs: Sequence[Tensor], written: Sequence[Tensor]) -> bool:
     """Whether a step that gave these shares memory with what the body writes to. What hooks took is not to be asked."""
     places = {transforms.storage(x)._cdata for x in written}
-    return log.hooked or any(
-        transforms.storage(x)._cdata in places for x in (*outputs, *graph.read_later(outputs)) if x.layout is torch.strided
-    )
+    return log.hooked or any(transforms.storage(x)._cdata in places for x in (*outputs, *graph.read_later(outputs)))
 
 
 def _without_graph(x: Any) -> Any:

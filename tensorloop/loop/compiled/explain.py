@@ -50,7 +50,7 @@ def with_checkpoints(said: Explanation, found: Foreseen | None, taken: str) -> E
     lines = (
         f"eager, {taken}:",
         f"  {forecast}",
-        f"  {peak:,} bytes at peak beside arguments, outputs and gradients, arrays not counted",
+        f"  {peak:,} bytes at peak beside arguments, outputs and gradients",
         f"  a step keeps {step.residuals:,} bytes for its gradient and takes {step.beyond:,} more while it runs; the "
         f"carry has {step.carry:,}",
     )
