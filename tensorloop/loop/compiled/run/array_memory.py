@@ -154,6 +154,19 @@ def bytes_a_step(plan: Plan) -> int:
     return found
 
 
+def bytes_beside(plan: Plan, starts: Sequence[int], steps: int) -> int:
+    """Bytes that arrays take after so many steps, beside them and their gradients.
+
+    Two copies, for memory that grows and for what steps make of all slots, and what slots held that were overwritten.
+    """
+    found = 0
+    for n, i in plan.arrays.items():
+        slot = bytes_of(n) // max(len(value_of(n)), 1)
+        found += 2 * (starts[_symbol(n)] + plan.step.growth[_symbol(n)] * steps) * slot
+        found += steps * sum(w.place == i for w in plan.writes) * slot
+    return found
+
+
 def _symbol(array: fx.Node) -> int:
     size = shape_of(array)[0]
     assert isinstance(size, Length)

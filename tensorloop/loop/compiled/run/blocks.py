@@ -43,8 +43,10 @@ class BlocksOfSteps:
     free: int = FREE_BYTES  # what may be taken for the steps at hand
 
 
-def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> BlocksOfSteps:
-    """The blocks of a loop; of a budget they get one half at most, and carries the rest."""
+def blocks_of(
+    plan: Plan, checkpoints: Checkpoints | Schedule, known: bool, steps: int | None = None, arrays: int = 0
+) -> BlocksOfSteps:
+    """The blocks of a loop of so many steps, which nobody may know. `arrays`: bytes for those."""
     carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed() + bytes_a_step(plan), 1)
     own = checkpoints if isinstance(checkpoints, Schedule) else None
     if isinstance(checkpoints, Schedule):
@@ -52,11 +54,11 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
     else:
         offload, k, budget = checkpoints.offload, checkpoints.k, bytes_on(plan.step.place.device, checkpoints)
     if budget is not None:
-        budget = check_least(budget, step, plan.bytes_beyond(), carry, isinstance(checkpoints, WhatFits))
+        budget = check_least(budget, step, plan.bytes_beyond() + arrays, carry, isinstance(checkpoints, WhatFits))
     if isinstance(own, schedule.Budgeted):  # made for other steps than those of a program
         own, budget = None, own.budget
     in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k
-    room = max((in_memory or 1) * carry, FREE_BYTES) if budget is None else budget // 2
+    room = max((in_memory or 1) * carry, FREE_BYTES) if budget is None else _room_within(budget, carry, step, steps)
     size = max(1, min(MOST_STEPS, room // step))
     if isinstance(own, schedule.Blocks):
         own, size = own.of, own.steps
@@ -65,8 +67,26 @@ def blocks_of(plan: Plan, checkpoints: Checkpoints | Schedule, known: bool) -> B
     free = FREE_BYTES
     if budget is not None:
         k, free = max((budget - size * step) // carry, 1), min(size * step, FREE_BYTES)
-        k -= k % AT_A_TIME if k > AT_A_TIME else 0  # pieces of memory are whole
+        k = k if steps is None else min(k, max(-(-steps // size), 1))
+        if k > AT_A_TIME and size * step + _in_pieces(k) * carry > budget:
+            k -= k % AT_A_TIME  # pieces of memory are whole
     return BlocksOfSteps(own or schedule.of(k or 1, 0 if known else None), size, offload, free)
+
+
+def _room_within(budget: int, carry: int, step: int, steps: int | None) -> int:
+    """The bytes of a budget for a block: the most beside which all carries fit, so that no step runs more than twice.
+
+    One half where they fit beside no block, or nobody knows how many there are.
+    """
+    for size in range(min(MOST_STEPS, budget // step), 0, -1) if steps is not None else ():
+        if size * step + _in_pieces(-(-steps // size)) * carry <= budget:
+            return size * step
+    return budget // 2
+
+
+def _in_pieces(k: int) -> int:
+    """For how many carries there is memory, where there is some for k."""
+    return k if k <= AT_A_TIME else -(-k // AT_A_TIME) * AT_A_TIME
 
 
 @dataclasses.dataclass

@@ -271,7 +271,8 @@ class Plan:
 
     def bytes_reversed(self) -> int:
         """Estimates the bytes of a step while it is run again and reversed: most of what is kept has a gradient."""
-        return 2 * self.again.bytes_a_step
+        kept = self.again.bytes_a_step
+        return kept + max(kept, self.backward().bytes_a_step if self.grad else 0) + self.bytes_of_carry()
 
 
 class Plans:
