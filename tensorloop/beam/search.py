@@ -3,7 +3,8 @@
 How it works, in the order to read it:
 
 1. The search is a loop like `while_loop`'s, whose rows stop on their own. A step calls `step_fn`, decides which
-   hypotheses run on (`decisions`, `choose`), and takes their carry, by row selection (`carry`).
+   hypotheses run on (`decisions`, `choose`), and takes their carry, by row selection (`carry`). With `merge`, what has
+   equal keys is one before that is decided; at the end its scores are summed again, now with their gradient.
 2. Ended hypotheses are in a pool apart from those that run (`pool`). A row stops when no running hypothesis can
    reach the n-th of its pool, which a length model bounds (`length`).
 3. Decisions have no gradient and stand outside of the loop's state. What has one is the carry, and a

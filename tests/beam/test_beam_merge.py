@@ -92,15 +92,14 @@ def test_a_search_that_merges_is_the_plain_one(options: dict[str, Any], checkpoi
         torch.testing.assert_close(ours, theirs, rtol=0, atol=1e-9)
 
 
-def test_merges_happen_and_are_no_matter_of_the_order_of_a_row():
-    logits = Table.random(3, 4, seed=5).logits
-    merged, apart = search(logits, 5, max_steps=6), search(logits, 5, max_steps=6, merge=None)
-    assert (merged.scores >= apart.scores).all()
+def test_merges_happen_and_are_those_of_each_row_alone():
+    logits = Table.random(6, 4, seed=5, eos=-2.0).logits
+    merged, apart = search(logits, 8, max_steps=6), search(logits, 8, max_steps=6, merge=None)
     assert (merged.scores > apart.scores + 1e-3).any()
-    for b in range(3):
-        alone = search(logits[b : b + 1], 5, max_steps=6)
+    for b in range(6):
+        alone = search(logits[b : b + 1], 8, max_steps=6)
         assert torch.equal(alone.scores[0], merged.scores[b])
-        assert torch.equal(alone.tokens.pad(-1), merged.tokens[b * 5 : b * 5 + 5].pad(-1))
+        assert torch.equal(alone.tokens.pad(-1), merged.tokens[b * 8 : b * 8 + 8].pad(-1))
 
 
 @pytest.mark.parametrize("seed", range(40))
@@ -276,6 +275,31 @@ def test_torch_func():
     expected = grad(weighted(ctc(taken.log_softmax(-1), 9).scores), taken)[0]
     found = torch.func.grad(lambda x: weighted(ctc(x.log_softmax(-1), 9).scores))(logits)
     torch.testing.assert_close(found, expected, rtol=0, atol=1e-12)
+
+
+def test_forward_mode():
+    logits = frames_of(2, 4, 3)
+    up = torch.randn_like(logits)
+
+    def first(logits: Tensor) -> Tensor:
+        return ctc(logits.log_softmax(-1), 9).scores[:, :3]
+
+    taken = logits.clone().requires_grad_()
+    scores = first(taken)
+    expected = torch.stack([(grad(x, taken, retain_graph=True)[0] * up).sum() for x in scores.flatten()])
+    found = torch.func.jvp(first, (logits,), (up,))[1]
+    torch.testing.assert_close(found.flatten(), expected, rtol=0, atol=1e-12)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16])
+def test_low_precision_sums_in_float32(dtype: torch.dtype):
+    logits = frames_of(2, 4, 3).to(dtype).requires_grad_()
+    frames = logits.log_softmax(-1)
+    hyps, wide = ctc(frames, 20), ctc(frames.double(), 20)
+    assert hyps.scores.dtype is torch.float32
+    torch.testing.assert_close(hyps.scores.double(), wide.scores, rtol=0, atol=1e-5)
+    ours, theirs = (grad(weighted(x.scores[:, :5]), logits, retain_graph=True)[0] for x in (hyps, wide))
+    torch.testing.assert_close(ours, theirs, rtol=0.02, atol=0.02)
 
 
 # -- enumeration: a transducer
