@@ -304,25 +304,27 @@ class Hypothesis(NamedTuple):
 
 
 def beam_search(
-    log_probs: Callable[[tuple[int, ...]], Any],
-    beam_size: int,
-    max_steps: int,
-    eos_id: int | tuple[int, ...],
-    n_best: int,
-    final: Callable[[Any, int], Any] = lambda score, length: score,
-    may_end: int | None = None,
-    stop: Callable[[list[Hypothesis], list[Any], int], bool] = lambda pool, running, t: False,
-    capped: str = "last",
-) -> tuple[list[Hypothesis], int]:
+    log_probs: Callable[[tuple[int, ...]], Any], beam_size: int, max_steps: int, eos_id: int | tuple[int, ...],
+    n_best: int, final: Callable[[Any, int], Any] = lambda score, length: score, may_end: int | None = None,
+    stop: Callable[[list[Hypothesis], list[Any], int], bool] = lambda pool, running, t: False, capped: str = "last",
+    merge: Callable[[tuple[int, ...]], Any] = lambda tokens: tokens,
+) -> tuple[list[Hypothesis], int]:  # fmt: skip
     """(n_best hypotheses, steps) of one row; log_probs(tokens so far) -> V numbers; a tie keeps its order.
 
     Each eos counts where it is among the `may_end` best offers of its step, by default anywhere. `running` are pairs of
-    score and tokens after t steps; those of the last one come behind the pool, or are "ranked" with it.
+    score and tokens after t steps; those of the last one come behind the pool, or are "ranked" with it. Of those with
+    equal merge(tokens) the best goes on, with the probability of all.
     """
     eos = eos_id if isinstance(eos_id, tuple) else (eos_id,)
     running: list[Any] = [(0.0, ())]
     pool, t = [], 0
     while running and t < max_steps and not (len(pool) == n_best and stop(pool, running, t)):
+        met: dict[Any, list[Any]] = {}
+        for s, past in running:  # the best first
+            met.setdefault(merge(past), []).append((s, past))
+        running = [
+            x[0] if len(x) == 1 else (torch.stack([s for s, _ in x]).logsumexp(0), x[0][1]) for x in met.values()
+        ]
         offers = [(s + p, (*past, k)) for s, past in running for k, p in enumerate(log_probs(past)) if p > -math.inf]
         best, t = sorted(offers, key=lambda offer: -offer[0]), t + 1
         ended = [offer for offer in offers if offer[1][-1] in eos and offer in best[:may_end]]
@@ -330,9 +332,7 @@ def beam_search(
         pool = sorted(pool, key=lambda found: -found.final)[:n_best]
         running = [offer for offer in best if offer[1][-1] not in eos][:beam_size]
     late = [Hypothesis(final(s, t), s, tokens, False) for s, tokens in running if t == max_steps]
-    late = sorted(late, key=lambda found: -found.final)
-    both = sorted(pool + late, key=lambda found: -found.final) if capped == "ranked" else pool + late
-    return both[:n_best], t
+    return sorted(pool + late, key=lambda one: (capped == "last" and not one.finished, -one.final))[:n_best], t
 
 
 def every_hypothesis(

@@ -48,6 +48,7 @@ def beam_search(
     n_best: int | None = None,
     length: Any = None,
     choose: Any = None,
+    merge: Callable[[C], Tensor] | None = None,
     stop: Literal["exact", "first_n", "hf", "never"] = "exact",
     eos: Literal["always", "top_k", "top_2k"] = "always",
     capped: Literal["last", "ranked"] = "last",
@@ -86,6 +87,9 @@ def beam_search(
         length: the length model, which makes of a log-probability and a length what hypotheses are ranked by:
             `tl.beam.Sum()` (None), `Power`, `GNMT`, `BoundedReward`, or your own.
         choose: how the hypotheses that run on are chosen: `tl.beam.TopK()` (None), `Sample(...)` or `StochasticBeam()`.
+        merge: a function of the carry that `step_fn` returned to keys, integers (B, K) or (B, K, *). Running hypotheses
+            of a row with equal keys become one: the best goes on, with the logsumexp of their scores. So a key must
+            hold all that the future depends on; else it is an approximation. None: nothing is merged.
         stop: when a row ends. "exact" (default): when nothing can come that belongs to its n best. "first_n": when n
             have ended. "hf": when the best running sum, scored at its length of now, is no better than the n-th.
             "never": at `max_steps`.
@@ -109,14 +113,16 @@ def beam_search(
 
     Ties: the hypothesis that ended first, then the smaller beam index, then the smaller token.
     Gradient: of `scores`, `final` and `token_scores`, as forced decoding of the same hypotheses has it, to init_carry,
-    context, and all that step_fn closes over. Decisions are constants.
+    context, and all that step_fn closes over. Decisions are constants. `scores` and `final` of merged hypotheses have
+    that of the logsumexp: each gets its share.
     Cost: a step selects K of K * V continuations, and reorders the carry at a cost that does not grow; it keeps what
-    step_fn's operations save, and O(K) numbers a row. One sync a step on a device, or a few.
+    step_fn's operations save, and O(K) numbers a row. One sync a step on a device, or a few. `merge` compares K * K
+    numbers for each row, and sorts keys that are longer than one number.
 
     Raises:
         TypeError: an argument of another type, or a keyword that is none of these.
         ValueError: sizes or ids that do not fit, NaN, all tokens forbidden, a length model without a bound where
-            nothing else ends the search.
+            nothing else ends the search, `merge` with samples or with `gold`.
 
     Sources: Huang et al. 2017 (1809.00069) for the optimal stop; `docs/beam.md` for the others.
 
@@ -127,13 +133,20 @@ def beam_search(
         >>> hyps = tl.beam_search(step, (), batch_size=1, beam_size=3, bos_id=0, eos_id=0)
         >>> [row.tolist() for row in hyps.tokens.unbind()], hyps.scores.exp()
         ([[], [1], [2]], tensor([[0.5000, 0.1500, 0.1000]]))
+        >>> def count(n, tokens):  # the carry is how often 2 came; 1 2 and 2 1 are merged
+        ...     return n + (tokens == 2), words.expand(*tokens.shape, 3)
+        >>> options = {"batch_size": 1, "beam_size": 4, "bos_id": 0, "eos_id": 0, "merge": lambda n: n}
+        >>> hyps = tl.beam_search(count, torch.zeros(1, dtype=torch.int64), **options)
+        >>> [row.tolist() for row in hyps.tokens.unbind()], hyps.scores.exp()
+        ([[], [1], [2], [1, 2]], tensor([[0.5000, 0.1500, 0.1000, 0.0600]]))
     """
     batch_size, beam_size = at_least(0, batch_size, "batch_size"), at_least(1, beam_size, "beam_size")
     eos_ids = check_ids(eos_id, "eos_id")
     max_steps = None if max_steps is None else at_least(1, max_steps, "max_steps")
     n_best = beam_size if n_best is None else at_least(1, n_best, "n_best")
     length, choose = Sum() if length is None else length, TopK() if choose is None else choose
-    rules = Rules(beam_size, n_best, tuple(sorted(set(eos_ids))), max_steps, length, choose, stop, eos, check, capped)
+    ids = tuple(sorted(set(eos_ids)))
+    rules = Rules(beam_size, n_best, ids, max_steps, length, choose, stop, eos, check, capped, merge)
     if not callable(step_fn):
         raise WrongType(f"step_fn must be callable, got {arguments.describe(step_fn)}")
     size = beam_size + (gold is not None)

@@ -34,6 +34,7 @@ KEYWORDS = hints(
         "length=tl.beam.Power(alpha) divides scores by a power of the length, length=tl.beam.GNMT(alpha) as GNMT does",
     ),
     ("early_stopping", "stop= is 'exact', 'first_n', 'hf' or 'never'"),
+    ("recombine recombination merge_key merge_fn", "merge= gives a key, and hypotheses with equal keys become one"),
     ("bos_token_id bos sos_id start_token_id", "bos_id= is what every hypothesis begins with"),
     ("eos_token_id end_token_id", "eos_id= is what ends a hypothesis"),
     ("temperature top_k top_p do_sample", "choose=tl.beam.Sample(temperature, top_k, top_p) draws hypotheses"),
@@ -74,6 +75,7 @@ def check_rules(rules: Rules, rows: int, device: torch.device) -> None:
         rules.choose, type
     ):
         raise WrongType(f"choose must be TopK(), Sample(...) or StochasticBeam(), got {rules.choose!r}")
+    _check_merge(rules)
     if rules.choose.by_key:
         if type(rules.length) is not Sum or rules.eos != "always" or rules.stop not in ("exact", "never"):
             raise WrongValue(f"{rules.choose!r} ranks by its keys: leave length, eos and stop as they are")
@@ -89,6 +91,18 @@ def check_rules(rules: Rules, rows: int, device: torch.device) -> None:
         check_bound(rules.length, bound, rows, rules.max_steps, device)
 
 
+def _check_merge(rules: Rules) -> None:
+    if rules.merge is None:
+        return
+    if not callable(rules.merge):
+        raise WrongType(f"merge must be a callable of the carry, got {arguments.describe(rules.merge)}")
+    if rules.choose.by_key or rules.choose.repeats:
+        raise WrongValue(
+            f"merge= adds up the probabilities of hypotheses that differ, and {rules.choose!r} draws samples, which "
+            f"may be the same; leave choose= or merge= out"
+        )
+
+
 def find_device(leaves: list[Any]) -> torch.device:
     """The device of the first leaf that has one."""
     for x in leaves:
@@ -101,6 +115,11 @@ def find_device(leaves: list[Any]) -> torch.device:
 def read_gold(gold: Any, rows: int, rules: Rules, eos_id: int, device: torch.device) -> Gold:
     """Gold hypotheses, one a row, which eos_id ends."""
     max_steps = rules.max_steps
+    if rules.merge is not None:
+        raise WrongValue(
+            "gold= follows one alignment of a reference, and merge= adds up all of them; leave gold= out, and "
+            "score references by a loss that adds up all of theirs, such as F.ctc_loss"
+        )
     if not isinstance(gold, PackedTensor):
         raise WrongType(f"gold must be a PackedTensor of tokens, got {arguments.describe(gold)}")
     if gold.dtype not in arguments.INTEGERS or gold.values.dim() != 1:

@@ -266,6 +266,27 @@ def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batc
     return Choice(parents, tokens, values, ends, None)
 
 
+def find_survivors(sums: Tensor, keys: Tensor, searching: Tensor) -> Tensor:
+    """(B, K) int64: the hypothesis that each goes on as: the best of those with equal keys (B, K, n), then the first.
+
+    Itself where there is none (`sums` of -inf), and in rows that do not search.
+    """
+    alive, place = (sums > -torch.inf) & searching[:, None], torch.arange(sums.shape[1], device=sums.device)
+    ids = keys[..., 0]
+    if keys.shape[2] > 1:  # a number for each key: K * K comparisons of long ones take longer, and more room
+        ids = torch.unique(keys.flatten(0, 1), dim=0, return_inverse=True)[1].view_as(ids)
+    same = alive[:, None] & (ids[:, :, None] == ids[:, None])
+    return torch.where(alive, torch.where(same, sums[:, None], -torch.inf).argmax(2), place)
+
+
+def merge_sums(sums: Tensor, survivors: Tensor) -> Tensor:
+    """(B, K), differentiable: the logsumexp of those that go on as each survivor; others keep what they have."""
+    gone = survivors != torch.arange(sums.shape[1], device=sums.device)
+    # 0 for survivors themselves, also where there is none: no difference of infinities, nor its gradient.
+    above = (sums - sums.gather(1, survivors)).masked_fill(~gone, 0.0)
+    return sums + torch.zeros_like(sums).scatter_add(1, survivors, above.exp()).masked_fill(gone, 1.0).log()
+
+
 def guess_best(keys: Tensor, log_probs: Tensor, eos: int, batch: Batch) -> tuple[Choice, Tensor]:
     """Chooses the K best as if no keys were equal: (the choice, the K + 1 best keys).
 

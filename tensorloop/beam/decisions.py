@@ -14,7 +14,7 @@ from tensorloop._common.errors import WrongValue
 from tensorloop._common.uploads import upload
 from tensorloop.beam import diagnostics
 from tensorloop.beam.batch import Batch
-from tensorloop.beam.choose import Choice, Offer, TopK, choose_best, guess_best
+from tensorloop.beam.choose import Choice, Offer, TopK, choose_best, find_survivors, guess_best, merge_sums
 from tensorloop.beam.gold import Gold
 from tensorloop.beam.length import Sum, find_bound
 from tensorloop.beam.noise import draw_seeds
@@ -37,6 +37,7 @@ class Rules(NamedTuple):
     eos: str
     check: bool
     capped: str = "last"
+    merge: Any = None
 
 
 class Decisions:
@@ -62,6 +63,7 @@ class Decisions:
         self.parents: list[Tensor] = []  # (B, size) int64, of each step
         self.tokens: list[Tensor] = []
         self.sums_after: list[Tensor] = []  # (B, size), of each step
+        self.survivors: list[Tensor] = []  # (B, size) int64, of each step of a search that merges, before its choice
         self.searching = torch.ones(rows, dtype=torch.bool, device=device)
         self.all_search = True
         plain = type(rules.choose) is TopK and rules.eos == "always" and len(rules.eos_ids) == 1 and gold is None
@@ -99,10 +101,10 @@ class Decisions:
 
     # -- a step
 
-    def step(self, t: int, batch: Batch, log_probs: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def step(self, t: int, batch: Batch, log_probs: Tensor, merge_keys: Tensor | None) -> tuple[Tensor, Tensor, Tensor]:
         """Step t, as decided, or decided now: tokens and places of the rows in the batch, as `beam_chosen`."""
         if t == self.steps:
-            self._decide(t, batch, log_probs.detach())
+            self._decide(t, batch, log_probs.detach(), merge_keys)
         parents, tokens, eos = self.parents[t], self.tokens[t], self.rules.eos_ids
         taken, places, chosen = find("beam_chosen", parents)(parents, tokens, batch.ids, log_probs.shape[2], eos[0])
         if len(eos) > 1:
@@ -111,10 +113,12 @@ class Decisions:
             chosen = torch.cat([picked.flatten(1), ends.flatten(1)], 1).flatten()
         return taken, places, chosen
 
-    def _decide(self, t: int, batch: Batch, log_probs: Tensor) -> None:
+    def _decide(self, t: int, batch: Batch, log_probs: Tensor, merge_keys: Tensor | None) -> None:
         rules, dtype = self.rules, log_probs.dtype
         if not t and (wide := torch.promote_types(dtype, torch.float32)) is not self.sums.dtype:
             self._begin(wide)
+        if merge_keys is not None:
+            self._merge(batch.widen(merge_keys, 0))
         log_probs = log_probs if dtype is self.sums.dtype else log_probs.to(self.sums.dtype)
         searched = log_probs if self.gold is None else log_probs[:, :-1]
         self._doubt(t, searched, dtype)
@@ -141,6 +145,28 @@ class Decisions:
         offered = rules.capped == "ranked" and t + 1 == rules.max_steps
         if (verdict.ended or rules.stop == "hf") and not offered:
             self._stop(t)
+
+    def _merge(self, merge_keys: Tensor) -> None:
+        """The hypotheses of a row whose keys (B, K, n) are equal become one."""
+        survivors = find_survivors(self.sums, merge_keys, self.searching)
+        gone = survivors != torch.arange(self.size, device=self.device)
+        self.keys = self.sums = merge_sums(self.sums, survivors).masked_fill(gone, -torch.inf)
+        self.survivors.append(survivors)
+
+    def sum_merged(self, picked: Tensor, lens: Tensor, places: Tensor) -> Tensor:
+        """(B, n), differentiable: the sums at `places` after so many tokens; `picked` as in `build_result`."""
+        sums, every = torch.zeros_like(self.sums), []
+        for parents, survivors, taken in zip(self.parents, self.survivors, picked, strict=True):
+            every.append(merge_sums(sums, survivors))
+            sums = every[-1].gather(1, parents) + taken[:, : self.size]
+        return torch.stack([*every, sums], 1).flatten(1).gather(1, lens * self.size + places)
+
+    def _reach(self, bound: Any, length: int) -> Tensor:
+        """(B, K): what those that run can still reach; where hypotheses merge, any of a row may become one."""
+        if self.rules.merge is None:
+            return bound(self.sums, length)
+        every = self.sums.logsumexp(1, keepdim=True)
+        return bound(every.where(self.sums > -torch.inf, -torch.inf), length)
 
     def _doubt(self, t: int, log_probs: Tensor, dtype: torch.dtype) -> None:
         """Warns of what is no probability, and of a search that does not end."""
@@ -189,7 +215,7 @@ class Decisions:
         rules, offered = self.rules, ends
         # After the last step allowed nothing comes any more; what could have come is a matter of any length.
         bound_of_all = self.bound_beyond if t + 1 == rules.max_steps else self.bound
-        bounds = self.keys if rules.choose.by_key else bound_of_all(self.sums, t + 1)
+        bounds = self.keys if rules.choose.by_key else self._reach(bound_of_all, t + 1)
         if not rules.choose.by_key and type(rules.length) is not Sum:
             ranks = rules.length.final(sums, torch.full_like(sums, t + 1, dtype=torch.int64))
             offered, ends = ends, torch.where(ends > -torch.inf, ranks, ends)
@@ -249,7 +275,7 @@ class Decisions:
         most = self.pool.most
         gap = self.pool.measure_gap(most)
         if self.rules.max_steps is not None and self.rules.stop in ("first_n", "hf"):
-            beyond = self.bound_beyond(self.sums, self.steps).where(self.keys > -torch.inf, -torch.inf)
+            beyond = self._reach(self.bound_beyond, self.steps).where(self.keys > -torch.inf, -torch.inf)
             gap = torch.where(gap <= 0, gap, self.pool.measure_gap(beyond.amax(1)))
         self.gap = torch.where(rows, gap, self.gap)
         if self.rules.choose.by_key:  # what runs on is left out

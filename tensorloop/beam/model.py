@@ -61,6 +61,21 @@ class Model:
             raise WrongType(f"log_probs were {self.dtype} at step 0 and are {log_probs.dtype} at step {t}")
         return log_probs
 
+    def read_keys(self, merge: Callable[[Any], Any], carry: Any, t: int, rows: int) -> Tensor:
+        """(B, K, n): the keys by which hypotheses are merged, of the carry that step t gave."""
+        keys = merge(carry)
+        if not isinstance(keys, Tensor) or keys.dtype not in arguments.INTEGERS:
+            raise WrongType(
+                f"merge must return integers (B, K) or (B, K, *), got {describe(keys)} at step {t}; "
+                f"give what tells hypotheses apart as tokens or counts, with .long()"
+            )
+        if tuple(keys.shape[:2]) != (rows, self.size) or not keys.numel():
+            raise WrongValue(
+                f"merge must return ({rows}, {self.size}) or ({rows}, {self.size}, *) at step {t}, a key for each "
+                f"hypothesis, got {tuple(keys.shape)}"
+            )
+        return keys[..., None].flatten(2).to(self.device)
+
     def _begin(self, log_probs: Tensor) -> None:
         arguments.dense_tensor(log_probs, "log_probs")
         vocabulary = log_probs.shape[2]

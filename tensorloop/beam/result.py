@@ -28,7 +28,8 @@ class Lattice:
     Attributes:
         tokens: (T, B, K) int64.
         backpointers: (T, B, K) int64.
-        scores: (T, B, K), the sum of a hypothesis' log-probabilities so far; -inf where there is none.
+        scores: (T, B, K), the sum of a hypothesis' log-probabilities so far; -inf where there is none. Hypotheses that
+            merge after step t have scores of their own there, and go on as one.
         steps: (B,) int64, how many steps each row took; what stands after them means nothing.
         ends: the hypotheses returned, two tensors (B, n_best): how many tokens each has, and its place k.
 
@@ -83,10 +84,10 @@ class Hypotheses:
     Attributes:
         tokens: PackedTensor (B * n_best, T*) int64, without bos and eos.
         lens: (B, n_best) int64, tokens without the eos; 0 where there is no hypothesis.
-        scores: (B, n_best), the log-probability, eos included; -inf where there is none.
+        scores: (B, n_best), the log-probability, eos included, of all that merged into it; -inf where there is none.
         final: (B, n_best), what the length model makes of the score; hypotheses are in this order.
         token_scores: PackedTensor (B * n_best, T*), the log-probability of each token and last of the eos; they sum to
-            `scores`.
+            `scores`, but where hypotheses were merged to less, as they are those of the one that went on.
         valid: (B, n_best) bool, whether there is a hypothesis.
         finished: (B, n_best) bool, whether it ended with eos.
         ends: (B, n_best) int64, the eos_id that ended it; -1 where none did.
@@ -203,6 +204,8 @@ def build_result(decisions: Decisions, picked: TensorArray | list[Tensor], steps
     ended_by = torch.where(finished, decisions.eos[best.end], -1)
     wide = decisions.sums.dtype
     sums = token_scores.sum(1).to(wide).view(decisions.rows, n)
+    if decisions.survivors and not isinstance(picked, list):
+        sums = _sum_merged(decisions, picked.stack().to(wide), best, finished)
     value = best.sums.to(wide)
     # The sum as the search had it; the gradient is that of the parts.
     scores = torch.where(valid, value.masked_fill(~valid, 0) + (sums - sums.detach()), -torch.inf)
@@ -212,7 +215,8 @@ def build_result(decisions: Decisions, picked: TensorArray | list[Tensor], steps
     mass = scores.detach().masked_fill(~finished | repeats, -torch.inf).logsumexp(1).exp()
     kept = _stack(decisions.sums_after, decisions).to(wide)
     if count:
-        running, ends = kept.amax(2), (best.lens, value)
+        running = kept.amax(2) if rules.merge is None else kept.logsumexp(2)
+        ends = best.lens, value
         over = diagnostics.find_disproved(decisions.slack, decisions.first_mass, running, steps, ends, mass)
         decisions.gap = torch.where(over, torch.inf, decisions.gap)
     else:
@@ -227,6 +231,14 @@ def build_result(decisions: Decisions, picked: TensorArray | list[Tensor], steps
         Lattice(tokens, parents, kept, steps, (best.lens, best.places)),
     )  # fmt: skip
     return _add_extras(result, decisions, best)
+
+
+def _sum_merged(decisions: Decisions, picked: Tensor, best: _Entries, finished: Tensor) -> Tensor:
+    """(B, n): the scores where hypotheses were merged, with their gradient."""
+    sums = decisions.sum_merged(picked, best.lens, best.places)
+    row = torch.arange(decisions.rows, device=sums.device)[:, None]
+    place = decisions.size + best.places * len(decisions.eos) + best.end
+    return sums + picked[best.lens.clamp(max=len(picked) - 1), row, place].masked_fill(~finished, 0.0)
 
 
 def _stack(steps: list[Tensor], decisions: Decisions) -> Tensor:

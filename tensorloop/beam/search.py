@@ -3,7 +3,8 @@
 How it works, in the order to read it:
 
 1. The search is a loop like `while_loop`'s, whose rows stop on their own. A step calls `step_fn`, decides which
-   hypotheses run on (`decisions`, `choose`), and takes their carry, by row selection (`carry`).
+   hypotheses run on (`decisions`, `choose`), and takes their carry, by row selection (`carry`). With `merge`, what has
+   equal keys is one before that is decided; at the end its scores are summed again, now with their gradient.
 2. Ended hypotheses are in a pool apart from those that run (`pool`). A row stops when no running hypothesis can
    reach the n-th of its pool, which a length model bounds (`length`).
 3. Decisions have no gradient and stand outside of the loop's state. What has one is the carry, and a
@@ -91,9 +92,10 @@ class Search:
             batch = Batch(None if len(state.ids) == self.rows else state.ids.clone(), self.rows)
             if self.carry.births or self.model.takes_history:
                 self.ancestry.follow(t, self.decisions.parents, batch)
-        leaves, log_probs = self._ask(t, state, batch, () if user_context is None else (user_context,), prefixes)
+        user_context = () if user_context is None else (user_context,)
+        leaves, log_probs, merge_keys = self._ask(t, state, batch, user_context, prefixes)
         with self._aside():
-            tokens, parents, chosen = self.decisions.step(t, batch, log_probs)
+            tokens, parents, chosen = self.decisions.step(t, batch, log_probs, merge_keys)
             if t + 1 == self.decisions.steps and self.bar.bar is not None:
                 self._show()
         # Not gather: it would keep log_probs for its backward.
@@ -106,13 +108,18 @@ class Search:
 
     def _ask(
         self, t: int, state: State, batch: Batch, context: tuple[Any, ...], prefixes: list[TensorArray]
-    ) -> tuple[list[Any], Tensor]:
-        """The leaves of the carry, and log_probs, that the model gives."""
+    ) -> tuple[list[Any], Tensor, Tensor | None]:
+        """The leaves of the carry, and log_probs, that the model gives; and the keys by which hypotheses merge."""
         given = self.carry.give(state.leaves, prefixes, Family(self.ancestry, t, batch, batch.left, self.size))
         history = self._read_history(t, batch) if self.model.takes_history else None
         try:
             carry, log_probs = self.model.call(self.carry.tree.unflatten(given), state.tokens, context, history)
-            return self.carry.check(carry, given, t), self.model.check(log_probs, t, batch.left)
+            leaves, log_probs = self.carry.check(carry, given, t), self.model.check(log_probs, t, batch.left)
+            merge = self.decisions.rules.merge
+            if merge is None or t < self.decisions.steps:  # what was decided is not decided again
+                return leaves, log_probs, None
+            with _unseen():
+                return leaves, log_probs, self.model.read_keys(merge, carry, t, batch.left)
         except (RuntimeError, ValueError, IndexError) as error:
             if batch.ids is not None:
                 error.add_note(

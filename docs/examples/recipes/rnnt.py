@@ -90,6 +90,45 @@ class Transducer(nn.Module):
         )
         return tl.pack_padded(end.labels.stack().T, end.said)
 
+    def beam(self, frames: tl.PackedTensor, size: int, most: int = 20, **options: Any) -> tl.beam.Hypotheses:
+        """The likeliest labels, at most `most`, best first. Alignments of the same labels merge; blanks are left in.
+
+        The last frame's blank is the end, a token V behind the labels.
+        """
+        encoded, lens = self.encode(frames).pad(), frames.lens
+
+        def step(state: Prefix, symbol: Tensor, row: tuple[Tensor, Tensor]) -> tuple[Prefix, Tensor]:
+            encoded, lens = row
+            says = symbol != BLANK
+            guess = self.cell(self.embed(symbol).flatten(0, 1), state.guess.flatten(0, 1)).view_as(state.guess)
+            guess = torch.where(says[..., None], guess, state.guess)
+            labels = state.labels.scatter(2, state.said[..., None], symbol[..., None])  # a blank leaves blanks
+            state = Prefix(state.frame + ~says, labels, state.said + says, guess)
+            b = torch.arange(len(lens), device=lens.device)[:, None]
+            scores = self.joint(encoded[b, state.frame.clamp(max=encoded.shape[1] - 1)], guess)
+            full, last = (state.said == most)[..., None], (state.frame == lens[:, None] - 1)[..., None]
+            blank = scores[..., :1]
+            names = scores[..., 1:].masked_fill(full, -torch.inf)
+            ways = blank.masked_fill(last, -torch.inf), names, blank.masked_fill(~last, -torch.inf)
+            return state, torch.cat(ways, 2)
+
+        nothing = torch.zeros_like(lens)
+        guess = self.predict(lens.new_zeros(len(lens), 0))[:, 0]
+        begin = Prefix(nothing - 1, nothing[:, None].repeat(1, most + 1), nothing, guess)
+        return tl.beam_search(
+            step, begin, batch_size=len(lens), beam_size=size, bos_id=BLANK, eos_id=self.out.out_features,
+            context=(encoded, lens), merge=lambda state: state.labels, **options,
+        )  # fmt: skip
+
+
+class Prefix(NamedTuple):
+    """What an alignment has said, (B, K) each. As many steps with the same labels have come to the same frame."""
+
+    frame: Tensor
+    labels: Tensor  # (B, K, most + 1), blanks behind them
+    said: Tensor  # how many labels
+    guess: Tensor  # (B, K, width)
+
 
 class Decoding(NamedTuple):
     frame: Tensor  # (B,)
