@@ -22,7 +22,7 @@ from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.loop.effects import known
 from tensorloop.loop.effects.instructions import InstructionCheck, begins_at, blocks_of, checks_of
 from tensorloop.loop.effects.judge import Effect, Judge
-from tensorloop.loop.effects.notes import Undone
+from tensorloop.loop.effects.notes import Left, Undone
 from tensorloop.loop.effects.operands import by_code, steps_of
 from tensorloop.loop.effects.tracing import tracer
 
@@ -180,16 +180,20 @@ _never: dict[int, CodeType] = {}  # codes that are not followed, by id, which th
 def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
     if id(frame.f_code) in _never:
         return None
-    followed = [(judge, table) for judge in _here.judges if (table := judge.starts(frame))]
-    tool = _here.tool
+    judges, tool = _here.judges, _here.tool
+    if tool is None and len(judges) == 1 and judges[0].paths is not None and id(frame.f_code) in judges[0].paths.done:
+        return None
+    followed = [(judge, table) for judge in judges if (table := judge.starts(frame))]
     if not followed:
         trusted = known.is_trusted(known.module_of(frame))
         if trusted:
             _never[id(frame.f_code)] = frame.f_code
         if trusted or tool is None:
             return None
-    follower = _FrameFollower(followed)
-    frame.f_trace_opcodes, frame.f_trace_lines = bool(followed), tool is not None
+    left = followed[0][1] if tool is None and len(followed) == 1 and type(followed[0][1]) is Left else None
+    follower = _FrameFollower(followed, None if left is None else left.asked)
+    by_lines = left is not None and left.by_lines
+    frame.f_trace_opcodes, frame.f_trace_lines = bool(followed) and not by_lines, by_lines or tool is not None
     if tool is not None:
         _here.told.append((frame, follower))
         follower.tool = _tell(tool, frame, event, arg)
@@ -200,18 +204,22 @@ def _on_call(frame: FrameType, event: str, arg: Any) -> Any:
 
 @runs_eagerly
 class _FrameFollower:
-    """Follows one frame, by its method `local`: a closure would hold itself."""
+    """Follows one frame, by its method `local`: a closure would hold itself. `asked`: where alone there is a check."""
 
-    __slots__ = ("followed", "tool")
+    __slots__ = ("asked", "followed", "tool")
 
-    def __init__(self, followed: _Followed) -> None:
+    def __init__(self, followed: _Followed, asked: frozenset[int] | None) -> None:
         self.tool: Any = None  # what the tool that was there before wants to be told by
-        self.followed = followed
+        self.followed, self.asked = followed, asked
 
     def local(self, frame: FrameType, event: str, arg: Any) -> None:
         """Where there is no tool. 3.11 goes on with a function that returns None."""
         if event == "opcode":
-            _before(self.followed, frame, frame.f_lasti)
+            if self.asked is None or frame.f_lasti in self.asked:
+                _before(self.followed, frame, frame.f_lasti)
+        elif event == "line":
+            if self.asked is not None and frame.f_lasti in self.asked:
+                frame.f_trace_opcodes = True  # of this instruction, too
         elif event == "exception":
             for judge, _ in self.followed:
                 judge.raised.add(id(arg[1]))
@@ -265,11 +273,22 @@ def _tell_calls(tool: Any) -> None:
 
 
 def _before(followed: _Followed, frame: FrameType, offset: int) -> None:
-    for judge, table in followed:
+    for k, (judge, table) in enumerate(followed):
         if judge.paths is not None:
-            judge.paths.run(frame.f_code, offset)
+            if judge.paths.run(frame.f_code, offset):
+                _follow_all(frame)
+            if type(table) is Left and not judge.paths.settled:
+                followed[k] = judge, table = judge, table.whole
         if (check := table.get(offset)) is not None:
             judge.before(frame, check)
+
+
+def _follow_all(frame: FrameType | None) -> None:
+    """After something new, each instruction of frames that were followed by lines is, where they go on."""
+    while frame is not None and sys.version_info < (3, 12):
+        if isinstance(follower := getattr(frame.f_trace, "__self__", None), _FrameFollower):
+            frame.f_trace_opcodes, follower.asked = True, None
+        frame = frame.f_back
 
 
 # -- from Python 3.12 on

@@ -1,6 +1,7 @@
 """Which instructions of a code are checked, and how: those that may store, call, or read what was stored."""
 
 import dis
+import os
 import sys
 from types import CodeType
 from typing import Any, NamedTuple
@@ -45,6 +46,7 @@ _READS = {
     **dict.fromkeys(("MATCH_MAPPING", "MATCH_SEQUENCE", "DICT_MERGE", "DICT_UPDATE", "GET_LEN"), ("uses", 1)),
     **dict.fromkeys(("FORMAT_SIMPLE", "CONVERT_VALUE"), ("uses", 1)),
 }
+_INSTALLED = f"{os.sep}site-packages{os.sep}", f"{os.sep}dist-packages{os.sep}"
 _ASKS_TRUTH = ("POP_JUMP", "UNARY_NOT", "TO_BOOL", "JUMP_IF")
 
 
@@ -142,6 +144,22 @@ def blocks_of(code: CodeType) -> frozenset[int]:
             found.add(i.offset)
         jumped = i.opcode in dis.hasjrel or i.opcode in dis.hasjabs or i.opname in ENDS
     return frozenset(found)
+
+
+@by_code
+def lines_of(code: CodeType) -> frozenset[int]:
+    """Where lines begin all of whose instructions come later: who comes there from elsewhere begins a line."""
+    first = dict[int, int]()
+    for start, _, line in code.co_lines():
+        if line is not None:
+            first[line] = min(start, first.get(line, start))
+    return frozenset(first.values())
+
+
+@by_code
+def is_installed(code: CodeType) -> bool:
+    """Whether a code is of a package that somebody has installed, and so no part of what calls the loop."""
+    return any(name in code.co_filename for name in _INSTALLED)
 
 
 @by_code

@@ -59,7 +59,8 @@ class Judge(Stores):
             if type(found) is dict:
                 self.made.add(id(found))
         self.kept.begins(frame)
-        return checks_of(code, self.notes is not None or self.kept is not NOBODY)
+        table = checks_of(code, self.notes is not None or self.kept is not NOBODY)
+        return table if self.paths is None else self.paths.left_of(code, table)
 
     def before(self, frame: _Frame, check: InstructionCheck) -> None:
         """Asks before one instruction."""

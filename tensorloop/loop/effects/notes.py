@@ -7,6 +7,7 @@ found by all others. Anything else that is both read and written, by whichever s
 
 import copy
 from array import array
+from bisect import bisect_right
 from collections import deque
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -17,7 +18,7 @@ from typing import Any, NamedTuple
 from torch import nn
 
 from tensorloop.loop.effects import known
-from tensorloop.loop.effects.instructions import blocks_of
+from tensorloop.loop.effects.instructions import InstructionCheck, blocks_of, is_installed, lines_of
 
 GONE = object()
 
@@ -256,6 +257,32 @@ def of_class(owner: Any, name: str) -> Any:
         return GONE
 
 
+class Left(dict[int, "InstructionCheck"]):
+    """The checks of a code that are left: on new ways, and where something is made that those may write to.
+
+    Attributes:
+        whole: all checks of the code.
+        asked: where they are, and where new ways begin.
+        by_lines: whether each of these ways begins a line, and nothing is made.
+        known: how many ways are not new.
+    """
+
+    def __init__(self, code: CodeType, whole: dict[int, InstructionCheck], run: set[int]) -> None:
+        blocks = blocks_of(code)
+        self.whole, self.known, new = whole, len(run), blocks - run
+        starts, makes = sorted(blocks), False
+        for offset, check in sorted(whole.items()):
+            makes, made = check.method == "makes", makes
+            at = bisect_right(starts, offset)
+            if makes or made or (at and starts[at - 1] in new):
+                self[offset] = check
+        self.asked = new | self.keys()
+        self.by_lines = new <= lines_of(code) and not any(x.method == "makes" for x in self.values())
+
+    def __bool__(self) -> bool:
+        return True
+
+
 class Ways:
     """Which ways through the user's code were followed: a code of which all were is not followed again.
 
@@ -266,24 +293,50 @@ class Ways:
         self.news = False  # whether the step at hand has taken a way that none has before
         self.settled = False  # whether the last step brought nothing new
         self._run: dict[int, tuple[CodeType, set[int]]] = {}  # by id: a code's hash is slow
+        self._left: dict[int, Left] = {}
+        self.done = set[int]()  # codes, by id, of which nothing is left while steps bring nothing new
 
     def meets(self, code: CodeType) -> bool:
         """Whether a code that begins is to be followed."""
         if id(code) not in self._run:
             self._run[id(code)], self.news = (code, set()), True
+            self._surprised()
             return True
-        return not self.knows(code)
+        if self.knows(code):
+            self.done.add(id(code))
+        return id(code) not in self.done
 
-    def run(self, code: CodeType, offset: int) -> None:
-        """Notes the beginning of a way, if it is one."""
-        if offset in blocks_of(code):
-            run = self._run.setdefault(id(code), (code, set()))[1]
-            self.news |= offset not in run
-            run.add(offset)
+    def run(self, code: CodeType, offset: int) -> bool:
+        """Notes the beginning of a way, if it is one; whether it is new, after which all of the step is followed."""
+        if offset not in blocks_of(code):
+            return False
+        run = self._run.setdefault(id(code), (code, set()))[1]
+        surprised = self.settled and offset not in run
+        self.news |= offset not in run
+        run.add(offset)
+        if surprised:
+            self._surprised()
+        return surprised
+
+    def _surprised(self) -> None:
+        self.settled = False
+        self.done.clear()
+
+    def left_of(self, code: CodeType, table: dict[int, InstructionCheck]) -> dict[int, InstructionCheck]:
+        """The checks of a code that are left to do: in an installed package, those of ways that none has taken yet."""
+        if not self.settled or not is_installed(code):
+            return table
+        run = self._run[id(code)][1]
+        left = self._left.get(id(code))
+        if left is None or left.known != len(run):
+            left = self._left[id(code)] = Left(code, table, run)
+        return left
 
     def next(self, news: bool = False) -> None:
         """The step is over; `news` says that it did something else for the first time."""
         self.settled, self.news = not (self.news or news), False
+        if not self.settled:
+            self.done.clear()
 
     def knows(self, code: CodeType) -> bool:
         """Whether all ways through a code have been followed."""

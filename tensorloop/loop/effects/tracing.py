@@ -14,14 +14,15 @@ from typing import Any
 from tensorloop.loop.effects.operands import stack_is_known
 
 _held: list[Any] = []
-_EVENTS = ["call", "exception", "opcode"]
+_EVENTS = ["call", "exception", "opcode", "line"]
 _TRACE_AT = 32  # byte of `f_trace` in a PyFrameObject of CPython 3.11
-# Calls `self` where a frame begins (0), and the function in `f_trace`, if any, for an exception (1) and an opcode (7).
+# Calls `self` where a frame begins (0), and the function in `f_trace`, if any, for an exception (1), a line (2) and an
+# opcode (7).
 _TEXT = """
 define i32 @traced(ptr %self, ptr %frame, i32 %what, ptr %arg) {
   %place = getelementptr i8, ptr %frame, i64 TRACE
   %local = load ptr, ptr %place
-  switch i32 %what, label %none [i32 0, label %call i32 1, label %inside i32 7, label %inside]
+  switch i32 %what, label %none [i32 0, label %call i32 1, label %inside i32 2, label %inside i32 7, label %inside]
 inside:
   %empty = icmp eq ptr %local, null
   br i1 %empty, label %none, label %call
@@ -29,8 +30,10 @@ call:
   %f = phi ptr [%self, %0], [%local, %inside]
   %one = icmp eq i32 %what, 1
   %inner = select i1 %one, ptr inttoptr (i64 NAME1 to ptr), ptr inttoptr (i64 NAME2 to ptr)
+  %line = icmp eq i32 %what, 2
+  %other = select i1 %line, ptr inttoptr (i64 NAME3 to ptr), ptr %inner
   %begins = icmp eq i32 %what, 0
-  %event = select i1 %begins, ptr inttoptr (i64 NAME0 to ptr), ptr %inner
+  %event = select i1 %begins, ptr inttoptr (i64 NAME0 to ptr), ptr %other
   %out = call ptr (ptr, ...) inttoptr (i64 CALL to ptr)(ptr %f, ptr %frame, ptr %event, ptr %arg, ptr null)
   call void inttoptr (i64 DROP to ptr)(ptr %out)
   %failed = icmp eq ptr %out, null
