@@ -215,8 +215,9 @@ def test_rules_that_cannot_be_right() -> None:
 @pytest.mark.parametrize("kind", ["gpt2", "grouped", "gemma3", "t5"])
 @pytest.mark.few("gpt2-sdpa", "gemma3-tensorloop", "gemma3-sdpa", "t5-tensorloop")
 def test_rollouts_without_gradients_are_the_same(kind: str, attention: str) -> None:
-    model = build(kind, attention)
+    model, seen = build(kind, attention), []
     ids, mask = prompts(model, padded=True)
+    model.get_output_embeddings().register_forward_hook(lambda module, args, out: seen.append(len(out)))
     for group, rule in ((1, None), (3, None), (1, lambda ids, scores: False)):
         options: dict[str, Any] = {"max_new_tokens": 12, "eos_token_id": ENDS, "do_sample": True, "group": group}
         found = []
@@ -228,6 +229,7 @@ def test_rollouts_without_gradients_are_the_same(kind: str, attention: str) -> N
         assert torch.equal(found[0].tokens.pad(0), found[1].tokens.pad(0))
         torch.testing.assert_close(found[0].log_probs.values.detach(), found[1].log_probs.values)
         assert not found[1].log_probs.requires_grad
+        assert (seen[-1] < seen[0]) == (rule is None)  # rows have left, and their keys with them
 
 
 @pytest.mark.parametrize("feed", ["tokens", "soft"])

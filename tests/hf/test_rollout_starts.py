@@ -59,12 +59,12 @@ def test_a_rollout_goes_on_from_a_cache(maker: str, kind: str, attention: str) -
     ids, mask = prompts(model, padded=True)
     wanted = hf.rollout(model, ids, mask, max_new_tokens=5, eos_token_id=ENDS[:3])
     make: Any = hf.TrainCache if maker == "train" else lambda config: transformers.DynamicCache()
-    for new, group in ((False, 1), (True, 1), (False, 2)):
+    for new, group, checkpoints in ((False, 1, None), (True, 1, 2), (False, 2, None)):
         cache = fill(model, make(model.config), ids[:, :3], mask[:, :3])
         before = held(cache)
         given = ids[:, 3:] if new else ids
         options: dict[str, Any] = {"max_new_tokens": 5, "eos_token_id": ENDS[:3], "group": group}
-        found = hf.rollout(model, given, mask, past_key_values=cache, **options)
+        found = hf.rollout(model, given, mask, past_key_values=cache, checkpoints=checkpoints, **options)
         whole = hf.rollout(model, ids, mask, **options)
         assert torch.equal(found.tokens.pad(0)[::group], wanted.tokens.pad(0))
         torch.testing.assert_close(found.log_probs.values, whole.log_probs.values)
@@ -205,6 +205,11 @@ def test_what_an_encoder_made(kind: str) -> None:
     assert torch.equal(found.tokens.values, wanted.tokens.values)
     mine, theirs = (gradients(model, x.log_probs.values) for x in (found, wanted))
     torch.testing.assert_close(mine, theirs, rtol=1e-6, atol=1e-6)
+    hyps = [
+        hf.beam_search(model, given, seen, **more, beam_size=3, max_steps=4)
+        for given, more in ((ids, {}), (None, {"encoder_outputs": made}))
+    ]
+    torch.testing.assert_close(hyps[0].scores, hyps[1].scores)
     cases: list[tuple[dict[str, Any], str]] = [
         ({"input_ids": ids, "encoder_outputs": made}, "input_ids and encoder_outputs are both given"),
         ({"encoder_outputs": ids}, "encoder_outputs must be what the model's encoder gives, a ModelOutput with"),
