@@ -59,7 +59,7 @@ def test_processors_are_those_of_generate(name: str, kind: str) -> None:
 
 
 @pytest.mark.parametrize("checkpoints", [None, 2])
-@pytest.mark.parametrize("name", ["alike", "own"])
+@pytest.mark.parametrize("name", ["alike", "own", "one"])
 def test_draws_log_probs_and_entropies_are_of_what_processors_make(name: str, checkpoints: int | None) -> None:
     model = build("grouped")
     ids, _ = prompts(model, padded=False)
