@@ -27,13 +27,9 @@ class Prompt(NamedTuple):
     ids: Tensor
     mask: Tensor | None  # (B, N)
     new: Tensor  # (B, n), those of N that are in no cache, or (B, n, d), their embeddings
-    past: TrainCache | None = None  # a copy of ours, which may be written to
+    past: TrainCache | None = None  # a copy of ours, which is written to when `new` is run
+    held: int = 0  # N - n, the tokens that it has before
     more: dict[str, Any] | None = None  # what the model is given with `new`, and never again
-
-    @property
-    def held(self) -> int:
-        """N - n, the tokens in the cache."""
-        return 0 if self.past is None else self.past.get_seq_length()
 
     @property
     def length(self) -> int:
@@ -195,7 +191,7 @@ class Decoder:
                 f"{name} has {count} tokens and past_key_values holds {held}: give all tokens, those that it holds "
                 "first, and one more at least; or new ones alone, with an attention_mask of all"
             )
-        return given._replace(new=new, past=cache)
+        return given._replace(new=new, past=cache, held=held)
 
     def _take_over(self, given: Any) -> TrainCache:
         """Returns a copy of a user's cache, of the layers that the model has as it is now."""

@@ -352,6 +352,8 @@ class _Rollouts:
         if not torch.is_grad_enabled():  # no step runs again, and no copy is kept
             self.plain = as_dynamic(own, decoder.config)
             self.context["rows"] = self.rows = torch.arange(len(logits), device=logits.device)
+        # Models are told positions, as by `generate`, which is less work than to find them.
+        self.context["last"] = torch.full_like(logits[:, 0], prompt.length - 1, dtype=torch.int64)
         if prompt.mask is not None:
             self.context |= {"mask": prompt.mask, "last": prompt.mask.sum(1) - 1}
         if source is not None and cross is not None:
@@ -371,10 +373,8 @@ class _Rollouts:
     def step(self, carry: _Carry, context: dict[str, Any]) -> _Carry:
         """One token of each row."""
         t = len(carry.made.tokens)
-        mask = positions = None
-        if "mask" in context:
-            mask = F.pad(context["mask"], (0, t), value=True)
-            positions = (context["last"] + t)[:, None]
+        mask = F.pad(context["mask"], (0, t), value=True) if "mask" in context else None
+        positions = (context["last"] + t)[:, None]
         own = self._plain(context) if carry.cache is None else carry.cache
         cache, source = self._show(own, context)
         return self._take(carry, self.decoder.logits(carry.last[:, None], mask, positions, cache, source), context)
