@@ -121,7 +121,7 @@ class TrainCache(DynamicCache):
             raise WrongType(f"cache must be a transformers Cache, got {arguments.describe(cache)}")
         text = None if config is None else config.get_text_config(decoder=True)
         advice = Advice(text)
-        return cls.of_layers([_layer_of(layer, text, advice) for layer in cache.layers])
+        return cls.of_layers([layer_of(layer, text, advice) for layer in cache.layers])
 
     @classmethod
     def of_layers(cls, layers: list[Any]) -> Self:
@@ -227,7 +227,7 @@ def _take_back(cache: Callable[[], TrainCache | None], layer_idx: int, length: i
             layer.crop(length - layer.get_seq_length())
 
 
-def _layer_of(layer: Any, config: Any, advice: Advice) -> Any:
+def layer_of(layer: Any, config: Any, advice: Advice) -> Any:
     """A layer of ours with what one of transformers' holds."""
     if isinstance(layer, ArrayLayer):
         return _copied(layer)
@@ -243,6 +243,16 @@ def _layer_of(layer: Any, config: Any, advice: Advice) -> Any:
         )
     keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (layer.keys, layer.values))
     return ArrayLayer((keys, values), Kind(config, window, advice=advice))
+
+
+def as_dynamic(cache: TrainCache, config: Any) -> DynamicCache:
+    """Makes transformers' own cache of all tokens: without gradients its steps take a third of the time."""
+    made = DynamicCache(config=config)
+    for i, layer in enumerate(cache.layers):
+        if isinstance(layer, ArrayLayer) and layer.is_initialized:
+            keys, values = (array.stack().permute(1, 2, 0, 3) for array in layer.arrays)
+            made.update(keys, values, i)
+    return made
 
 
 def _copied(layer: Any) -> Any:

@@ -150,6 +150,8 @@ class SourceLayer(CacheLayerMixin):
 
     def gather(self) -> tuple[Tensor, Tensor]:
         """Keys and values (B * K, heads, S, D)."""
+        if self.size == 1:
+            return self.own
         keys, values = (x.repeat_interleave(self.size, 0) for x in self.own)
         return keys, values
 

@@ -142,6 +142,18 @@ def refuse_otherwise(model: Any, text: Any) -> None:
         raise WrongValue(f"model ({text.model_type}) decodes with a cache otherwise than in one pass: {why}")
 
 
+def refuse_placed(model: Any) -> None:
+    """Raises where features change how tokens are numbered, or which of them see each other."""
+    for x in model.modules():
+        for name in ("get_rope_index", "rope_deltas", "create_masks_for_generate"):
+            if hasattr(x, name):
+                what = "masks" if name.startswith("create") else "positions"
+                raise WrongValue(
+                    f"model has {type(x).__name__}, which makes {what} of its own for features ({name}): rollouts "
+                    "would take others for the tokens that follow; use model.generate()"
+                )
+
+
 def refuse_capacity(model: Any) -> None:
     """Raises where experts take a bounded number of tokens of a call, so that tokens leave others without one."""
     for x in model.modules():

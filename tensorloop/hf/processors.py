@@ -1,9 +1,11 @@
-"""What changes the log-probabilities of a search: processors and functions, and which of them know rows."""
+"""What changes the log-probabilities of searches and rollouts, or stops rows, and which of it knows rows."""
 
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import torch
 import transformers
+from torch import Tensor
 from transformers import LogitsProcessorList
 
 from tensorloop._common import arguments
@@ -19,6 +21,7 @@ _ALIKE = (
     *("ExponentialDecayLengthPenalty", "LogitNormalization", "SuppressTokensAtBeginLogitsProcessor"),
     *("SuppressTokensLogitsProcessor", "WhisperTimeStampLogitsProcessor"),
 )
+_STOPS_ALIKE = ("MaxLengthCriteria", "MaxTimeCriteria", "StopStringCriteria", "EosTokenCriteria")
 # These keep something from call to call that belongs to a row, or add rows of their own.
 _KEEPING = (
     *("UnbatchedClassifierFreeGuidanceLogitsProcessor", "ClassifierFreeGuidanceLogitsProcessor"),
@@ -42,7 +45,7 @@ def as_processor(given: Any) -> Processor | None:
     parts = list(given) if many else [given]
     if not all(callable(x) for x in parts):
         raise WrongType(
-            "logits_processor must be a function of (ids, log_probs) or a list of them, got "
+            "logits_processor must be a function of (input_ids, scores) or a list of them, got "
             f"{arguments.describe(given)}"
         )
     if not parts:
@@ -51,12 +54,40 @@ def as_processor(given: Any) -> Processor | None:
         if isinstance(x, _classes(_KEEPING)):
             raise WrongValue(
                 f"logits_processor has {type(x).__name__}, which keeps something of each row from call to call, and "
-                "hypotheses change places; leave it out, or put the same into the model's forward"
+                "rows change places; leave it out, or put the same into the model's forward"
             )
     alike = _classes(_ALIKE)
     return Processor(LogitsProcessorList(parts) if many else given, not all(type(x) in alike for x in parts))
 
 
+def as_stop(given: Any) -> Processor | None:
+    """Wraps a user's `stopping_criteria` as a `Processor`: of ids (B, n), which rows stop; None for no rules."""
+    parts = [] if given is None else list(given) if isinstance(given, list | tuple) else [given]
+    if not all(callable(x) for x in parts):
+        raise WrongType(
+            "stopping_criteria must be a function of (input_ids, scores) or a list of them, got "
+            f"{arguments.describe(given)}"
+        )
+    if not parts:
+        return None
+
+    def run(ids: Tensor, scores: None) -> Tensor:
+        done = torch.zeros(len(ids), dtype=torch.bool, device=ids.device)
+        for rule in parts:
+            found = rule(ids, scores)
+            answer = torch.as_tensor(found, device=ids.device) if isinstance(found, bool | Tensor) else ids
+            if answer.dtype is not torch.bool or (answer.numel() != 1 and answer.shape != done.shape):
+                raise WrongType(
+                    f"stopping_criteria has {type(rule).__name__}, which must give a bool, or a bool for each row, "
+                    f"({len(ids)},), got {arguments.describe(found)}"
+                )
+            done = done | answer
+        return done
+
+    return Processor(run, not all(type(x) in _classes(_STOPS_ALIKE) for x in parts))
+
+
 def _classes(names: tuple[str, ...]) -> tuple[type, ...]:
-    found = (getattr(transformers.generation.logits_process, name, None) for name in names)
+    places = transformers.generation.logits_process, transformers.generation.stopping_criteria
+    found = (getattr(place, name, None) for place in places for name in names)
     return tuple(x for x in found if x is not None)

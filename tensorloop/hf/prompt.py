@@ -6,27 +6,40 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache, DynamicCache, EncoderDecoderCache
+from transformers.utils.generic import ModelOutput
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.hf import known
-from tensorloop.hf.cache import TrainCache
+from tensorloop.hf.cache import TrainCache, layer_of
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.positions import Positions, config_positions, find_numbering, find_positions, has_table, is_rotary
 from tensorloop.hf.signature import signature_of
 
+# Of configs: what keys of a cache depend on.
+_SIZES = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
 _MASK = ""  # among what a source has by row: no output has a part of this name
 
 
 class Prompt(NamedTuple):
-    """Tokens (B, P), and which of them are no padding, None where all are."""
+    """Tokens (B, P), and which of all N tokens, those of a cache first, are no padding: None where all are."""
 
     ids: Tensor
-    mask: Tensor | None
+    mask: Tensor | None  # (B, N)
+    new: Tensor  # (B, n), those of N that are in no cache, or (B, n, d), their embeddings
+    past: TrainCache | None = None  # a copy of ours, which is written to when `new` is run
+    held: int = 0  # N - n, the tokens that it has before
+    more: dict[str, Any] | None = None  # what the model is given with `new`, and never again
+
+    @property
+    def length(self) -> int:
+        """N"""
+        return self.held + self.new.shape[1]
 
     def repeat(self, times: int) -> "Prompt":
-        """Each row so often."""
-        return Prompt(*(None if x is None else x.repeat_interleave(times, 0) for x in self))  # pyright: ignore
+        """Each row so often, once the model has run `new`."""
+        ids, mask = (None if x is None else x.repeat_interleave(times, 0) for x in self[:2])
+        return self._replace(ids=ids, mask=mask)
 
     def positions(self, first: int, stop: int) -> Tensor | None:
         """(B, n) of the tokens from `first` on, where rows differ in them."""
@@ -63,7 +76,7 @@ class Source(NamedTuple):
 
 def count_steps(given: Any, name: str, prompt: Prompt, positions: Positions) -> int | None:
     """The most tokens to come: as many as asked for, or as there are positions for. The last one needs none."""
-    before, (bound, most) = prompt.ids.shape[1], positions
+    before, (bound, most) = prompt.length, positions
     if given is None:
         if bound is not None and before > bound:
             raise WrongValue(f"the prompt has {before} tokens, more than the {bound} positions of model: give {name}=")
@@ -108,7 +121,7 @@ class Decoder:
 
     def positions(self, prompt: Prompt) -> Positions:
         """How many tokens the model has positions for, with this prompt."""
-        return find_positions(self.model, self.text, prompt.ids.shape[1], prompt.mask is not None, self.numbering)
+        return find_positions(self.model, self.text, prompt.length, prompt.mask is not None, self.numbering)
 
     @property
     def embedding(self) -> Any:
@@ -132,44 +145,128 @@ class Decoder:
             layer.kind.advice.given |= self.advised
         return cache
 
-    def read(self, ids: Any, mask: Any, begun: Any = None) -> tuple[Prompt, Source | None]:
-        """A prompt, checked; of an encoder-decoder, what the decoder begins with, and what its encoder makes."""
+    def read(
+        self, ids: Any, mask: Any, begun: Any = None, *, holes: bool = False, **more: Any
+    ) -> tuple[Prompt, Source | None]:
+        """A prompt, checked; of an encoder-decoder, what the decoder begins with, and what its encoder makes.
+
+        `holes`: whether tokens between others may be masked. `more`: further keywords of generate, None if not given.
+        """
+        more = {name: x for name, x in more.items() if x is not None}
         if self.reads_source:
-            return self._encode(ids, mask, begun)
-        if begun is not None:
-            raise WrongValue("decoder_input_ids is for a model with an encoder; input_ids is the prompt")
-        given = self._read_input(self.model.main_input_name, ids, mask)
-        _check_left(given)
+            return self._encode(ids, mask, begun, more)
+        for name, x in (("decoder_input_ids", begun), ("encoder_outputs", more.get("encoder_outputs"))):
+            if x is not None:
+                raise WrongValue(f"{name} is for a model with an encoder; input_ids is the prompt")
+        given = self._read_own(ids, mask, more.pop("inputs_embeds", None), more.pop("past_key_values", None))
+        _check_left(given.mask, holes)
         self._check_numbered(given)
         if given.mask is not None and not self.takes.positions and has_table(self.model):
             raise WrongValue(
                 "attention_mask has padding, but model takes no position_ids, so that padding would be counted as "
                 "positions; give prompts of one length at a time"
             )
-        return given, None
+        return given._replace(more=self._read_more(given, more)) if more else given, None
 
-    def _read_input(self, name: str, ids: Any, mask: Any) -> Prompt:
-        given = _read_prompt(ids, mask) if name == "input_ids" else _read_features(ids, mask, name)
+    def _read_own(self, ids: Any, mask: Any, embeds: Any, past: Any) -> Prompt:
+        """Returns the prompt of a decoder, tokens or their embeddings, after those in a cache."""
+        cache = None if past is None else self._take_over(past)
+        held = 0 if cache is None else cache.get_seq_length()
+        if embeds is None:
+            name, given = "input_ids", self._read_input(self.model.main_input_name, ids, mask, held)
+        elif ids is not None:
+            raise WrongValue("input_ids and inputs_embeds are both given; give one of them")
+        else:
+            name, given = "inputs_embeds", _read_embeds(embeds, mask, held, self.embedding.weight.shape[1])
+            self._check_place(name, embeds)
+        if cache is None or not held:
+            return given
+        layer: Any = cache.layers[0]
+        rows, count = given.new.shape[:2]
+        if layer.batch_size != rows:
+            raise WrongValue(f"past_key_values has {layer.batch_size} rows, {name} has {rows}")
+        new = given.new[:, held:] if mask is None or mask.shape[1] == count else given.new
+        if not new.shape[1]:
+            raise WrongValue(
+                f"{name} has {count} tokens and past_key_values holds {held}: give all tokens, those that it holds "
+                "first, and one more at least; or new ones alone, with an attention_mask of all"
+            )
+        return given._replace(new=new, past=cache, held=held)
+
+    def _take_over(self, given: Any) -> TrainCache:
+        """Returns a copy of a user's cache, of the layers that the model has as it is now."""
+        if not isinstance(given, Cache) or isinstance(given, EncoderDecoderCache):
+            raise WrongType(f"past_key_values must be a TrainCache or DynamicCache, got {arguments.describe(given)}")
+        own, layers = self.new_cache(), list(given.layers)
+        if given.get_seq_length() and len(layers) != len(own.layers):
+            raise WrongValue(f"past_key_values has {len(layers)} layers, model has {len(own.layers)}")
+        for i, (mine, layer) in enumerate(zip(own.layers, layers, strict=False)):
+            assert isinstance(mine, ArrayLayer)
+            found = layer_of(layer, None, mine.kind.advice)
+            if not isinstance(found, ArrayLayer) or len(found.arrays[0]) != given.get_seq_length():
+                raise WrongValue(
+                    f"past_key_values has a layer {i} that is {layer!r}, expected keys and values of all "
+                    f"{given.get_seq_length()} tokens; fill a TrainCache or a DynamicCache"
+                )
+            theirs = found.kind.config
+            for name in _SIZES if theirs is not None else ():
+                if (has := getattr(theirs, name, None)) != (wanted := getattr(self.text, name, None)):
+                    raise WrongValue(f"past_key_values is of a model with {name}={has}, model has {wanted}")
+            mine.arrays = found.arrays
+        return own
+
+    def _read_more(self, prompt: Prompt, given: dict[str, Any]) -> dict[str, Any]:
+        """Returns what goes to the model with the prompt alone: features, as its prepare_inputs_for_generation says."""
+        known.refuse_placed(self.model)
+        base = self.model.get_base_model() if hasattr(self.model, "get_base_model") else self.model
+        options: dict[str, Any] = {"attention_mask": prompt.mask, "use_cache": True, str(self.takes.cache): None}
+        first, later = (
+            base.prepare_inputs_for_generation(prompt.ids, is_first_iteration=x, **options, **given)
+            for x in (True, False)
+        )
+        for name in given:
+            if first.get(name) is None or later.get(name) is not None:
+                when = "at no step" if first.get(name) is None else "at each step, not with the prompt alone"
+                raise WrongValue(f"{name} is read by {type(base).__name__} {when}: leave it out, or use generate()")
+        return {name: first[name] for name in given}
+
+    def _read_input(self, name: str, ids: Any, mask: Any, held: int = 0) -> Prompt:
+        given = _read_prompt(ids, mask, held=held) if name == "input_ids" else _read_features(ids, mask, name)
         self._check_place("input_ids", given.ids)
         if name == "input_ids":
             self._check_length(name, given.ids)
         return given
 
-    def _encode(self, ids: Any, mask: Any, begun: Any) -> tuple[Prompt, Source]:
+    def _encode(self, ids: Any, mask: Any, begun: Any, more: dict[str, Any]) -> tuple[Prompt, Source]:
         """Returns the decoder's first tokens and the encoder's result; both get the mask, as in `generate`."""
+        for key in ("past_key_values", "inputs_embeds"):
+            if key in more:
+                raise WrongValue(f"{key} is for a model without an encoder; encoder_outputs takes what one has made")
         encoder, name = self.model.get_encoder(), self.model.main_input_name
         takes = signature_of(encoder)
         name = name if name in takes.names else encoder.main_input_name  # of SpeechEncoderDecoder it is "inputs"
-        given = self._read_input(name, ids, mask)
+        if (found := more.pop("encoder_outputs", None)) is None:
+            given = self._read_input(name, ids, mask)
+        elif ids is not None or more:
+            also = "input_ids" if ids is not None else next(iter(more))
+            raise WrongValue(f"{also} and encoder_outputs are both given; give one of them")
+        else:
+            given = _read_made(found, mask, shorter=name != "input_ids")
+            self._check_place("encoder_outputs", given.ids)
         begun = self._begin(begun, len(given.ids))
-        options: dict[str, Any] = {name: given.ids, "return_dict": True}
+        options: dict[str, Any] = {name: given.ids, "return_dict": True, **more}
         if given.mask is not None:
             if not takes.mask or not signature_of(self.model.get_decoder()).source_mask:
                 raise WrongValue("attention_mask has padding, but model reads no mask of its source; leave it out")
             options["attention_mask"] = given.mask
-        found = encoder(**options)
-        rows = {k: x for k, x in found.items() if isinstance(x, Tensor) and x.dim() and len(x) == len(found[0])}
+        found = encoder(**options) if found is None else found
+        rows = {k: x for k, x in found.items() if isinstance(x, Tensor) and x.dim() and len(x) == len(given.ids)}
         return begun, Source(rows.pop("last_hidden_state"), given.mask, rows, type(found))
+
+    @property
+    def options(self) -> frozenset[str]:
+        """The names of what may go with a prompt."""
+        return signature_of(self.model.get_encoder()).names if self.reads_source else self.takes.names
 
     def _begin(self, begun: Any, rows: int) -> Prompt:
         """Returns the tokens that the decoder of an encoder-decoder begins with."""
@@ -177,7 +274,8 @@ class Decoder:
             start = _first_of(self.model, "decoder_start_token_id", "bos_token_id")
             if start is None:
                 raise WrongValue("model has no decoder_start_token_id; set it in model.generation_config")
-            return Prompt(torch.full((rows, 1), start, device=self.device), None)
+            begun = torch.full((rows, 1), start, device=self.device)
+            return Prompt(begun, None, begun)
         prompt = _read_prompt(begun, None, "decoder_input_ids")
         self._check_place("decoder_input_ids", begun)
         self._check_length("decoder_input_ids", begun)
@@ -199,7 +297,7 @@ class Decoder:
         if self.numbering is None:
             return
         found = prompt.ids == self.numbering.padding
-        found = found if prompt.mask is None else found & prompt.mask
+        found = found if prompt.mask is None or not found.numel() else found & prompt.mask[:, -found.shape[1] :]
         if bool(found.any()):
             raise WrongValue(
                 f"input_ids has the padding token {self.numbering.padding} in row {int(found.nonzero()[0, 0])}, which "
@@ -211,22 +309,31 @@ class Decoder:
         if most is not None and ids.shape[1] > most and not is_rotary(self.model, self.text):
             raise WrongValue(f"{name} has {ids.shape[1]} tokens, model has {most} positions")
 
-    def begin(self, prompt: Prompt, source: Source | None, count: int) -> tuple[TrainCache, Cache | None]:
-        """Runs the first `count` tokens: the cache that holds them, and that of the source."""
-        own = self.new_cache()
+    def begin(self, prompt: Prompt, source: Source | None, count: int) -> tuple[TrainCache, Cache | None, Tensor]:
+        """Runs the first `count` new tokens: the cache that holds them, that of the source, and the logits (B, V)."""
+        own = self.new_cache() if prompt.past is None else prompt.past
         if not count and source is None:
-            return own, None
-        n = max(count, 1)
-        given = prompt.ids[:, :n], None if prompt.mask is None else prompt.mask[:, :n], prompt.positions(0, n)
-        if source is None:
-            self.logits(*given, own)
-            return own, None
-        both = EncoderDecoderCache(own, DynamicCache())
-        self.logits(*given, both, source)
-        return own if count else self.new_cache(), both.cross_attention_cache
+            return own, None, prompt.new
+        first, stop = prompt.held, prompt.held + max(count, 1)
+        given = prompt.new[:, : stop - first], None if prompt.mask is None else prompt.mask[:, :stop]
+        both = own if source is None else EncoderDecoderCache(own, DynamicCache())
+        try:
+            logits = self.logits(*given, prompt.positions(first, stop), both, source, prompt.more)
+        except (TypeError, ValueError) as error:
+            if prompt.past is None or not str(error).startswith("TrainCache.update: "):
+                raise
+            raise WrongValue(f"past_key_values does not fit the model: {error}") from error
+        cross = both.cross_attention_cache if isinstance(both, EncoderDecoderCache) else None
+        return own if count else self.new_cache(), cross, logits
 
     def logits(
-        self, tokens: Tensor, mask: Tensor | None, positions: Tensor | None, cache: Cache, source: Source | None = None
+        self,
+        tokens: Tensor,
+        mask: Tensor | None,
+        positions: Tensor | None,
+        cache: Cache,
+        source: Source | None = None,
+        more: dict[str, Any] | None = None,
     ) -> Tensor:
         """(B, V) after the last of `tokens` (B, t), or of embeddings (B, t, d)."""
         name = "input_ids" if tokens.dim() == 2 else "inputs_embeds"
@@ -237,7 +344,7 @@ class Decoder:
             options |= {f"decoder_{name}": tokens, "encoder_outputs": source.encoded()}
             options |= {} if source.mask is None else {"attention_mask": source.mask}
         else:
-            options |= {name: tokens, "attention_mask": mask}
+            options |= {name: tokens, "attention_mask": mask, **(more or {})}
             if (positions := self._number(tokens, positions, cache)) is not None and self.takes.positions:
                 options["position_ids"] = positions
         own: Any = cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
@@ -251,7 +358,7 @@ class Decoder:
                 x.gradient_checkpointing = True
         for i, layer in enumerate(own.layers):
             # Layers for images hold nothing where there is none; what is held must be these tokens, and once.
-            if isinstance(layer, ArrayLayer) and (held := len(layer.arrays[0])) not in (0, after):
+            if (held := layer.get_seq_length()) not in (0, after):
                 raise WrongValue(
                     f"model adds tokens of its own: layer {i} holds {held} after {after}; it cannot branch"
                 )
@@ -289,28 +396,50 @@ def _read_features(features: Any, mask: Any, name: str) -> Prompt:
     seen = _read_mask(mask, features, features.shape[1:])
     if seen is not None and bool((~seen[:, :-1] & seen[:, 1:]).any()):
         raise WrongValue(f"attention_mask has a 1 after a 0; pad {name} at the end, as models count them")
-    return Prompt(features, seen)
+    return Prompt(features, seen, features)
 
 
-def _read_prompt(ids: Any, mask: Any, name: str = "input_ids") -> Prompt:
+def _read_prompt(ids: Any, mask: Any, name: str = "input_ids", held: int = 0) -> Prompt:
     if not isinstance(ids, Tensor) or ids.dtype not in arguments.INTEGERS:
         raise WrongType(f"{name} must be a tensor of integers (B, P), got {arguments.describe(ids)}")
     if ids.dim() != 2 or not ids.shape[1] or not ids.shape[0]:
         raise WrongValue(f"{name} must be (B, P) with a row and a token, got {tuple(ids.shape)}")
-    return Prompt(ids, _read_mask(mask, ids, ids.shape[1:]))
+    return Prompt(ids, _read_mask(mask, ids, ids.shape[1:], held=held), ids)
 
 
-def _read_mask(mask: Any, ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
-    """(B, P) bool of a mask for `ids`, where P is one of these; None where it has no padding."""
+def _read_embeds(embeds: Any, mask: Any, held: int, width: int) -> Prompt:
+    if not isinstance(embeds, Tensor) or not embeds.is_floating_point():
+        raise WrongType(f"inputs_embeds must be a tensor of floats (B, P, d), got {arguments.describe(embeds)}")
+    if embeds.dim() != 3 or not embeds.numel() or embeds.shape[2] != width:
+        raise WrongValue(f"inputs_embeds must be (B, P, d={width}) with a row and a token, got {tuple(embeds.shape)}")
+    ids = torch.empty((len(embeds), 0), dtype=torch.int64, device=embeds.device)
+    return Prompt(ids, _read_mask(mask, embeds, embeds.shape[1:2], "inputs_embeds", held), embeds)
+
+
+def _read_made(found: Any, mask: Any, *, shorter: bool) -> Prompt:
+    """Checks what an encoder made. `shorter`: of features, whose mask may be longer than its states."""
+    states = found.get("last_hidden_state") if isinstance(found, ModelOutput) else None
+    if not isinstance(states, Tensor) or states.dim() != 3:
+        raise WrongType(
+            "encoder_outputs must be what the model's encoder gives, a ModelOutput with last_hidden_state (B, S, d), "
+            f"got {arguments.describe(found if states is None else states)}"
+        )
+    longer = mask.shape[1:] if shorter and isinstance(mask, Tensor) else ()
+    return Prompt(states, _read_mask(mask, states, (states.shape[1], *longer), "encoder_outputs"), states)
+
+
+def _read_mask(mask: Any, ids: Tensor, lengths: Sequence[int], name: str = "input_ids", held: int = 0) -> Tensor | None:
+    """(B, P) bool of a mask for `ids`, where P is one of these, or more by `held`; None where it has no padding."""
+    lengths = (*lengths, lengths[0] + held) if held else lengths
     if mask is None:
         return None
     if not isinstance(mask, Tensor):
         raise WrongType(f"attention_mask must be a tensor (B, P), got {arguments.describe(mask)}")
     if mask.dim() != 2 or len(mask) != len(ids) or mask.shape[1] not in lengths:
         wanted = " or ".join(str((len(ids), n)) for n in lengths)
-        raise WrongValue(f"attention_mask must be {wanted} as input_ids is, got {tuple(mask.shape)}")
+        raise WrongValue(f"attention_mask must be {wanted} as {name} is, got {tuple(mask.shape)}")
     if mask.device != ids.device:
-        raise WrongValue(f"attention_mask is on {mask.device}, input_ids is on {ids.device}; move it with .to()")
+        raise WrongValue(f"attention_mask is on {mask.device}, {name} is on {ids.device}; move it with .to()")
     seen = mask.bool()
     if bool((seen != mask).any()):
         raise WrongValue("attention_mask must be of zeros and ones: 0 for padding")
@@ -319,11 +448,10 @@ def _read_mask(mask: Any, ids: Tensor, lengths: Sequence[int]) -> Tensor | None:
     return None if bool(seen.all()) else seen
 
 
-def _check_left(prompt: Prompt) -> None:
-    mask = prompt.mask
+def _check_left(mask: Tensor | None, holes: bool) -> None:
     if mask is None:
         return
-    wrong = (mask[:, :-1] & ~mask[:, 1:]).any(1)
+    wrong = ~mask[:, -1] if holes else (mask[:, :-1] & ~mask[:, 1:]).any(1)
     if bool(wrong.any()):
         raise WrongValue(
             f"attention_mask has a 0 after a 1 in row {int(wrong.nonzero()[0, 0])}; pad prompts on the left "

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 from torch.nn import functional as F
+from transformers.utils.generic import ModelOutput
 
 from tensorloop import beam
 from tensorloop._common import arguments
@@ -36,10 +37,11 @@ _KEYWORDS = hints(
 @named("hf.beam_search", _KEYWORDS)
 def beam_search(
     model: Any,
-    input_ids: Tensor,
+    input_ids: Tensor | None = None,
     attention_mask: Tensor | None = None,
     *,
     decoder_input_ids: Tensor | None = None,
+    encoder_outputs: ModelOutput | None = None,
     beam_size: int,
     n_best: int | None = None,
     max_steps: int | None = None,
@@ -62,6 +64,8 @@ def beam_search(
         attention_mask: (B, P), 0 where there is padding; None: there is none.
         decoder_input_ids: (B, P) int64, what hypotheses of an encoder-decoder begin with, its decoder_start_token_id
             included. None: that token alone.
+        encoder_outputs: ModelOutput with last_hidden_state (B, S, d), what an encoder made, in the place of input_ids,
+            as in `rollout`.
         beam_size: int, at least 1: how many hypotheses of a row run at a time.
         n_best: int, how many are returned; None is `beam_size`.
         max_steps: int, generate's max_new_tokens: the most tokens, the end counted; what has not ended then ranks with
@@ -110,7 +114,7 @@ def beam_search(
     if not isinstance(length_penalty, int | float):
         raise WrongType(f"length_penalty must be a number, got {arguments.describe(length_penalty)}")
     processor = as_processor(logits_processor)
-    prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids)
+    prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids, encoder_outputs=encoder_outputs)
     if torch.is_grad_enabled() and decoder.text._attn_implementation != ATTENTION:
         warn(decoder.text, "hf.beam_search: keys are gathered for each step")
         decoder.advised = True
@@ -147,7 +151,7 @@ class _Steps:
     def __init__(self, decoder: Decoder, prompt: Prompt, source: Source | None, processor: Any, endless: bool) -> None:
         self.decoder, self.processor, self.endless = decoder, processor, endless
         self.before = prompt.ids.shape[1] - 1
-        own, cross = decoder.begin(prompt, source, self.before)
+        own, cross, _ = decoder.begin(prompt, source, self.before)
         self.padded = prompt.mask is not None and self.before > 0
         self.context: dict[str, Any] = {}
         if self.padded:

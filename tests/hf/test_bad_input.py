@@ -143,7 +143,7 @@ def test_masks_that_are_no_padding_masks() -> None:
     model = build("grouped")
     ids = ids_of(2, 4)
     for mask, said in (
-        (torch.tensor([[1, 1, 0, 1], [1, 1, 1, 1]]), "0 after a 1 in row 0; pad prompts on the left"),
+        (torch.tensor([[1, 1, 1, 0], [1, 1, 1, 1]]), "0 after a 1 in row 0; pad prompts on the left"),
         (torch.full((2, 4), 0.5), "zeros and ones"),
         (torch.ones(2, 1, 4, 4).tril(), r"attention_mask must be \(2, 4\) as input_ids is"),
         ([[1, 1, 1, 1]] * 2, r"attention_mask must be a tensor \(B, P\)"),

@@ -153,10 +153,10 @@ def test_a_prompt_of_one_token_and_what_runs_of_a_group() -> None:
     model.model.layers[0].register_forward_hook(lambda module, given, out: seen.append(given[0].shape[:2].numel()))
     ids = prompts(model, padded=False)[0][:2]
     one = hf.rollout(model, ids[:, :1], max_new_tokens=2, eos_token_id=[], group=4)
-    assert (one.tokens.lens.tolist(), seen) == ([2] * 8, [8, 8])
+    assert (one.tokens.lens.tolist(), seen) == ([2] * 8, [2, 8])
     seen.clear()
     found = hf.rollout(model, ids, max_new_tokens=3, eos_token_id=[], group=4)
-    assert seen == [2 * 5, 8, 8, 8]  # all of a prompt but its last token, once
+    assert seen == [2 * 6, 8, 8]  # a prompt, once, which gives the first token
     alone = hf.rollout(model, ids, max_new_tokens=3, eos_token_id=[])
     assert torch.equal(found.tokens.pad(0), alone.tokens.pad(0).repeat_interleave(4, 0))
 
@@ -213,7 +213,7 @@ def test_logits_that_are_no_numbers_are_refused(sample: bool, value: float) -> N
         return out if count != 4 else out.index_fill(0, torch.tensor([1]), value)
 
     model.lm_head.register_forward_hook(spoil)
-    with pytest.raises(RuntimeError, match=r"hf.rollout: model gave NaN or infinite logits for row 1 at step 2: look"):
+    with pytest.raises(RuntimeError, match=r"hf.rollout: model gave NaN or infinite logits for row 1 at step 3: look"):
         hf.rollout(model, ids, mask, max_new_tokens=6, eos_token_id=[], do_sample=sample)
     count = 0
     with pytest.raises(ValueError, match=r"beam_search: step_fn gave NaN log_probs at step 2, row 1"):
@@ -226,7 +226,7 @@ def test_rows_that_stop_leave_the_batch() -> None:
     model.lm_head.register_forward_hook(lambda module, args, out: seen.append(len(out)))
     found = hf.rollout(model, ids, mask, max_new_tokens=20, eos_token_id=ENDS, do_sample=True,
                        generator=torch.Generator().manual_seed(1))  # fmt: skip
-    assert seen[1:] == [int((found.lens > t).sum()) for t in range(int(found.lens.max()))]
+    assert seen == [int((found.lens > t).sum()) for t in range(int(found.lens.max()))]
     assert seen[-1] < 3
 
 
