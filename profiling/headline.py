@@ -77,7 +77,7 @@ FACTS = {
     "unknown": Fact(
         "A loop of unknown length, {T:,} steps of a (64, 256) carry: peak memory, time",
         "loops",
-        {"compiled_k32": "32 checkpoints, compiled", "plain": "the loop in Python"},
+        {"compiled_8mb": "budget of 8 MB, compiled", "plain": "the loop in Python"},
         {"peak_bytes": size, "total_s": seconds},
     ),
     "search": Fact(

@@ -117,7 +117,7 @@ def residual_bytes(outputs: Sequence[Tensor], captured: Iterable[Tensor], beside
 
 
 def read_later(outputs: Sequence[Tensor]) -> Iterator[Tensor]:
-    """What the backward of a step will read: all that its graph keeps, but for running statistics of a training norm.
+    """Lists what the backward of a step will read: what its graph keeps, but not the statistics of a training norm.
 
     Such a node keeps those for its backward in evaluation alone.
     """

@@ -19,7 +19,7 @@ from tensorloop.compiler.operations import value_of
 from tensorloop.loop.checkpoint.in_order import reversal
 from tensorloop.loop.checkpoint.options import Checkpoints, WhatFits, bytes_on, check_least
 from tensorloop.loop.checkpoint.snapshots import Place, Places, Stored
-from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step
+from tensorloop.loop.compiled.run.array_memory import ArrayMemory, bytes_a_step, bytes_beside
 from tensorloop.loop.compiled.run.gradient_sums import GradientSums, room_for
 from tensorloop.loop.compiled.run.looped import RunAtOnce
 from tensorloop.loop.compiled.run.plan import Plan
@@ -44,9 +44,13 @@ class BlocksOfSteps:
 
 
 def blocks_of(
-    plan: Plan, checkpoints: Checkpoints | Schedule, known: bool, steps: int | None = None, arrays: int = 0
+    plan: Plan,
+    checkpoints: Checkpoints | Schedule,
+    known: bool,
+    steps: int | None = None,
+    lengths: Sequence[int] = (),
 ) -> BlocksOfSteps:
-    """The blocks of a loop of so many steps, which nobody may know. `arrays`: bytes for those."""
+    """The blocks of a loop of so many steps, which is a bound where they are not `known`; `lengths` are its arrays'."""
     carry, step = max(plan.bytes_of_carry(), 1), max(plan.bytes_reversed() + bytes_a_step(plan), 1)
     own = checkpoints if isinstance(checkpoints, Schedule) else None
     if isinstance(checkpoints, Schedule):
@@ -54,7 +58,9 @@ def blocks_of(
     else:
         offload, k, budget = checkpoints.offload, checkpoints.k, bytes_on(plan.step.place.device, checkpoints)
     if budget is not None:
-        budget = check_least(budget, step, plan.bytes_beyond() + arrays, carry, isinstance(checkpoints, WhatFits))
+        beyond = plan.bytes_beyond() + bytes_beside(plan, lengths, steps or 0)
+        budget = check_least(budget, step, beyond, carry, isinstance(checkpoints, WhatFits))
+    steps = steps if known else None
     if isinstance(own, schedule.Budgeted):  # made for other steps than those of a program
         own, budget = None, own.budget
     in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k

@@ -17,7 +17,6 @@ from tensorloop.loop.checkpoint.options import Checkpoints
 from tensorloop.loop.compiled.look.autocast import without_autocast
 from tensorloop.loop.compiled.look.look import Look
 from tensorloop.loop.compiled.look.padded_rows import PaddedScan
-from tensorloop.loop.compiled.run.array_memory import bytes_beside
 from tensorloop.loop.compiled.run.blocks import MOST_STEPS, BlocksOfSteps, RunInBlocks, blocks_of
 from tensorloop.loop.compiled.run.drawn_numbers import DrawnNumbers
 from tensorloop.loop.compiled.run.looped import Looped, RunAtOnce
@@ -158,8 +157,7 @@ def _planned(
             )
     if checkpoints is not None and plan.grad:
         known = plan.step.going is None and ask is None
-        arrays = bytes_beside(plan, lengths, steps or loop.length or 0)
-        blocks = blocks_of(plan, checkpoints, known, steps if known else None, arrays)
+        blocks = blocks_of(plan, checkpoints, known, steps or loop.length, lengths)
     elif draws is not None and not plan.grad and not plan.answers:
         blocks = BlocksOfSteps(schedule.of(1, 0), MOST_STEPS)
     elif steps is None:
