@@ -84,8 +84,8 @@ def _room_within(budget: int, carry: int, step: int, steps: int | None) -> int:
 
     One half where they fit beside no block, or nobody knows how many there are.
     """
-    for size in range(min(MOST_STEPS, budget // step), 0, -1) if steps is not None else ():
-        if size * step + _in_pieces(-(-steps // size)) * carry <= budget:
+    for size in range(0 if steps is None else min(MOST_STEPS, budget // step), 0, -1):
+        if size * step + _in_pieces(-(-(steps or 0) // size)) * carry <= budget:
             return size * step
     return budget // 2
 
