@@ -50,6 +50,30 @@ def test_a_condition_that_reads_a_value(steps: int, checkpoints: int | None, max
     assert_same(loop("strict", steps, checkpoints, max_steps), loop(False, steps, checkpoints, max_steps))
 
 
+@pytest.mark.parametrize("until", [False, True])
+@pytest.mark.parametrize("by", [1, 2, -3])
+def test_a_condition_that_reads_a_value_beside_a_counter(by: int, until: bool) -> None:
+    """A Python number of the carry that grows by as much in each step is what it is there."""
+    ones = torch.ones(3, dtype=D)
+
+    def step(carry: Any, x: Any) -> Any:
+        return (carry[0] + by, carry[1] * 1.1 + x), None
+
+    def run(compile: Any) -> Any:
+        def over(carry: Any) -> bool:
+            return abs(carry[0] - 3) > 11 or float(carry[1].sum()) > 1e9
+
+        if until:
+            return tl.scan(step, (3, ones), ones.expand(30, 3), until=over, compile=compile)[-2]
+        return tl.while_loop(
+            lambda carry: not over(carry), lambda carry: step(carry, ones)[0], (3, ones), compile=compile
+        )
+
+    (n, h), (expected, g) = run("strict"), run(False)
+    assert n == expected
+    torch.testing.assert_close(h, g)
+
+
 def test_what_the_condition_does_is_done_as_often(capsys: pytest.CaptureFixture[str]) -> None:
     def run(compile: Any) -> Any:
         calls, seen = 0, []
