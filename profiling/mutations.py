@@ -144,7 +144,9 @@ ROOMS = {
     ),
     "attention": Room(
         {
-            "attention/strips.py": ("tests/attention/test_attention.py", "tests/attention/test_attention_scores.py"),
+            "attention/strips.py": tuple(
+                f"tests/attention/test_{name}.py" for name in ("attention", "attention_scores", "trees")
+            ),
             "kernels/scores.py": ("tests/attention/test_attention_scores.py", "tests/attention/test_past.py"),
         },
         ("tests/attention",),
@@ -209,7 +211,7 @@ ROOMS = {
     "beam": Room(
         _each(
             ("beam/ancestry.py", "beam/pool.py", "beam/choose.py", "beam/decisions.py"),
-            *(f"tests/beam/test_beam{name}.py" for name in ("", "_pool", "_choice", "_history", "_rows")),
+            *(f"tests/beam/test_beam{name}.py" for name in ("", "_pool", "_choice", "_history", "_rows", "_ends")),
         ),
         ("tests/beam",),
     ),

@@ -61,10 +61,10 @@ def test_a_condition_that_reads_a_value_beside_a_counter(by: int, until: bool) -
 
     def run(compile: Any) -> Any:
         def over(carry: Any) -> bool:
-            return abs(carry[0] - 3) > 11 or float(carry[1].sum()) > 1e9
+            return float(carry[1].sum()) > 1e9 or carry[0] > 14 or carry[0] < -8
 
         if until:
-            return tl.scan(step, (3, ones), ones.expand(30, 3), until=over, compile=compile)[-2]
+            return tl.scan(step, (3, ones), ones.expand(30, 3), until=over, compile=compile)[0]
         return tl.while_loop(
             lambda carry: not over(carry), lambda carry: step(carry, ones)[0], (3, ones), compile=compile
         )
