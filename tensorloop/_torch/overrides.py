@@ -1,6 +1,7 @@
 """Operations that `__torch_function__` does not see, and where tensors are made. Private names of torch, 2.11 to 2.15.
 
-`torch.overrides._get_current_function_mode_stack`, `torch.utils._device.DeviceContext`.
+`torch.overrides._get_current_function_mode_stack`, `torch.utils._device.DeviceContext`,
+`torch._C._len_torch_dispatch_stack`.
 """
 
 import torch
@@ -17,6 +18,11 @@ def modes() -> int:
     if not torch._C._len_torch_function_stack():  # asked at every call of a loop
         return 0
     return sum(not isinstance(mode, DeviceContext) for mode in _get_current_function_mode_stack())
+
+
+def modes_below() -> int:
+    """How many modes see each operation below autograd; fewer than before inside of what one of them does."""
+    return torch._C._len_torch_dispatch_stack()
 
 
 def default_device() -> torch.device | None:

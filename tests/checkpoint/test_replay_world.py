@@ -2,14 +2,18 @@
 
 import gc
 import weakref
+from contextlib import nullcontext
+from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
 
 import tensorloop as tl
 from tests.support.devices import HERE
+from tests.support.loop_cases import randn
 
 D = torch.float64
 K = pytest.mark.parametrize("k", [1, 2, 4])
@@ -308,3 +312,28 @@ def test_the_innermost_default_device_is_set_again() -> None:
         out.sum().backward()
     assert w.grad is not None
     assert w.grad.device.type == "cpu"
+
+
+class Passes(TorchDispatchMode):
+    """Carries out each operation, as counters of operations do."""
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        return func(*args, **(kwargs or {}))
+
+
+@pytest.mark.parametrize("plan", [1, 4, tl.Checkpoints(budget=100_000)], ids=str)
+def test_a_mode_below_autograd_around_the_forward_pass_alone(plan: Any) -> None:
+    """What it calls is no call of the body's."""
+    init, xs = randn(2, 8), randn(6, 2, 8, seed=1)
+
+    def body(carry: Any, x: Tensor) -> Any:
+        h, past = carry
+        past = past.append(h[:, None])
+        return (x + tl.attention(h[:, None], past, past, scale=1.0)[:, 0], past), None
+
+    def found(plan: Any, mode: Any) -> list[Tensor]:
+        with mode:
+            (h, _), _ = tl.scan(body, (init, tl.TensorArray()), xs, checkpoints=plan)
+        return [h, *torch.autograd.grad(h.sin().sum(), [init, xs])]
+
+    torch.testing.assert_close(found(plan, Passes()), found(None, nullcontext()))

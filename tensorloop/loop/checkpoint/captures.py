@@ -22,6 +22,7 @@ from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 import torch
 from torch import Tensor
+from torch._ops import OpOverload
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.arguments import check_memory, describe
@@ -83,6 +84,7 @@ class Captures(TorchFunctionMode):
         self.replaying = False
         self.hooks = False  # whether steps registered hooks
         self.judge: Judge | None = None  # who follows the body's Python, and rests while torch runs
+        self.modes = 0  # that see each operation of a step: where there are fewer, one of them carries it out
         self.told = False  # whether the body's Python was told of numbers in tensors
         self.step = 0
         self.use = StepUse({})  # of this step; from its end on, of the next
@@ -107,7 +109,7 @@ class Captures(TorchFunctionMode):
             finally:
                 self.judge = judge
                 resume()
-        if here.in_library:
+        if here.in_library or (type(func) is OpOverload and overrides.modes_below() < self.modes):
             return func(*args, **(kwargs or _NONE))
         use = self.use
         seen = use.seen
@@ -256,7 +258,7 @@ class Captures(TorchFunctionMode):
         """
         if not goes_on:
             self.settle()
-        self.use.first = graph.next_number()
+        self.use.first, self.modes = graph.next_number(), overrides.modes_below()
         self.step = step
         self.given.leaves = recorded
         if self.given.changed:
