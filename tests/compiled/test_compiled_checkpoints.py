@@ -289,14 +289,20 @@ def test_without_checkpoints_the_peak_is_an_eighth_above_the_eager_one(monkeypat
 def test_a_budget_bounds_what_is_held_and_the_block(budget: int, held: list[int]) -> None:
     """In carries, of what six of them leave: a block, of three a step, and those that are kept.
 
-    The block is the largest beside which all of those fit, or takes a half where that is none.
+    As few steps as possible run again, in as few blocks.
     """
     rows, carry = 2**12, 2**12 * 4 * 8
     plan = Checkpoints(budget=budget * carry)
     gradients(300, plan, "strict", rows=rows)
     room = budget - 7  # the weights' gradient takes a little, too
-    size = max([size for size in range(1, 128) if 3 * size + math.ceil(300 / size) <= room] or [room // 6])
-    assert max(held) == min(room - 3 * size, math.ceil(300 / size))
+
+    def again(size: int) -> tuple[int, int]:
+        count = math.ceil(300 / size)
+        k = max(min(room - 3 * size, count), 1)
+        return size * schedule.advances(schedule.of(k, count), count), count
+
+    size = min(range(1, room // 3 + 1), key=again)
+    assert max(held) == max(min(room - 3 * size, math.ceil(300 / size)), 1)
     assert peak(lambda: gradients(300, plan, "strict", rows=rows)) < (budget + 4) * carry  # beside gradients
 
 
@@ -337,3 +343,20 @@ def test_kept_carries_lie_together(monkeypatch: pytest.MonkeyPatch) -> None:
     torch.autograd.grad(loss, leaves)
     assert not run.carries
     assert not run.shelf._free
+
+
+@pytest.mark.parametrize(
+    ("carry", "step", "steps"), [(64, 300, 100), (512, 7168, 150), (100, 100, 256), (1000, 500, 64)]
+)
+def test_more_bytes_never_run_more_steps_again(carry: int, step: int, steps: int) -> None:
+    """From the least bytes to all that can be used: the steps that run again, and in how many blocks."""
+    found = []
+    for budget in range(step + carry, steps * (step + carry), step // 7):
+        size = in_blocks._size_within(budget, carry, step, steps)
+        count = -(-steps // size)
+        k = in_blocks._most_carries(budget - size * step, carry, count)
+        kept = -(-k // in_blocks.AT_A_TIME) * in_blocks.AT_A_TIME if k > in_blocks.AT_A_TIME else k
+        assert size * step + (kept if k > 1 else 0) * carry <= budget  # the first one is given
+        found.append((size * tl.schedule.advances(tl.schedule.of(k, count), count), count))
+    assert found == sorted(found, reverse=True)
+    assert found[-1][1] == -(-steps // min(steps, in_blocks.MOST_STEPS))

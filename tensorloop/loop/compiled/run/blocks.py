@@ -5,6 +5,7 @@ time: a block is as long as the carries that are kept leave it room, and small l
 """
 
 import dataclasses
+import functools
 import math
 import threading
 from collections.abc import Sequence
@@ -24,7 +25,7 @@ from tensorloop.loop.compiled.run.gradient_sums import GradientSums, room_for
 from tensorloop.loop.compiled.run.looped import RunAtOnce
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program, Ran
-from tensorloop.schedule import Schedule
+from tensorloop.schedule import Schedule, spans
 
 MOST_STEPS = 128  # in a block: more would run no faster
 FREE_BYTES = 2**20  # what a block may take, however few carries are kept
@@ -64,35 +65,47 @@ def blocks_of(
     if isinstance(own, schedule.Budgeted):  # made for other steps than those of a program
         own, budget = None, own.budget
     in_memory = own.memory if isinstance(own, schedule.Hierarchy) else k
-    room = max((in_memory or 1) * carry, FREE_BYTES) if budget is None else _room_within(budget, carry, step, steps)
-    size = max(1, min(MOST_STEPS, room // step))
+    size = _size_beside((in_memory or 1) * carry, step) if budget is None else _size_within(budget, carry, step, steps)
     if isinstance(own, schedule.Blocks):
         own, size = own.of, own.steps
     elif isinstance(checkpoints, Checkpoints):
         size = checkpoints.residuals or size
     free = FREE_BYTES
     if budget is not None:
-        k, free = max((budget - size * step) // carry, 1), min(size * step, FREE_BYTES)
-        k = k if steps is None else min(k, max(-(-steps // size), 1))
-        if k > AT_A_TIME and size * step + _in_pieces(k) * carry > budget:
-            k -= k % AT_A_TIME  # pieces of memory are whole
+        blocks = None if steps is None else -(-steps // size)
+        k, free = _most_carries(budget - size * step, carry, blocks), min(size * step, FREE_BYTES)
     return BlocksOfSteps(own or schedule.of(k or 1, 0 if known else None), size, offload, free)
 
 
-def _room_within(budget: int, carry: int, step: int, steps: int | None) -> int:
-    """The bytes of a budget for a block: the most beside which all carries fit, so that no step runs more than twice.
+def _size_beside(carries: int, step: int) -> int:
+    """The steps of a block for which there is as much memory as for carries, and a little more."""
+    return max(1, min(MOST_STEPS, max(carries, FREE_BYTES) // step))
 
-    One half where they fit beside no block, or nobody knows how many there are.
+
+@functools.lru_cache(maxsize=1024)
+def _size_within(budget: int, carry: int, step: int, steps: int | None) -> int:
+    """The steps of a block: those for which the fewest steps run again, and of these in the fewest blocks.
+
+    What fits into some bytes fits into more, so these never cost more. One half is for a block where nobody knows how
+    many there are.
     """
-    for size in range(0 if steps is None else min(MOST_STEPS, budget // step), 0, -1):
-        if size * step + _in_pieces(-(-(steps or 0) // size)) * carry <= budget:
-            return size * step
-    return budget // 2
+    if steps is None:
+        return max(1, min(MOST_STEPS, budget // 2 // step))
+
+    def cost(size: int) -> tuple[int, int]:
+        blocks = -(-steps // size)
+        k = _most_carries(budget - size * step, carry, blocks)
+        return size * spans.cost(blocks + 1, k), blocks  # the last block is advanced over, too
+
+    return min(range(1, max(min(MOST_STEPS, budget // step), 1) + 1), key=cost)
 
 
-def _in_pieces(k: int) -> int:
-    """For how many carries there is memory, where there is some for k."""
-    return k if k <= AT_A_TIME else -(-k // AT_A_TIME) * AT_A_TIME
+def _most_carries(room: int, carry: int, blocks: int | None) -> int:
+    """How many carries to keep in so many bytes, of a loop of so many blocks: memory for many comes in pieces."""
+    k = max(room // carry, 1)
+    k = k if blocks is None else min(k, max(blocks, 1))
+    pieces = -(-k // AT_A_TIME) * AT_A_TIME
+    return k if k <= AT_A_TIME or pieces * carry <= room else k - k % AT_A_TIME
 
 
 @dataclasses.dataclass
