@@ -50,6 +50,7 @@ DOORS = {
     "loop.internals": {"beam", "compat"},
     "attention.engine": {"beam"},
     **{f"compiler.{name}": {"loop"} for name in _OF_THE_COMPILER},
+    "schedule.spans": {"loop"},  # what a schedule costs, in closed form
     "kernels.moves": {"regroup"},
     "kernels.scores": {"attention", "beam"},
     "kernels.sight": {"attention", "beam", "packed"},
