@@ -296,10 +296,10 @@ def test_a_budget_bounds_what_is_held_and_the_block(budget: int, held: list[int]
     gradients(300, plan, "strict", rows=rows)
     room = budget - 7  # the weights' gradient takes a little, too
 
-    def again(size: int) -> tuple[int, int]:
+    def again(size: int) -> tuple[float, int]:
         count = math.ceil(300 / size)
         k = max(min(room - 3 * size, count), 1)
-        return size * schedule.advances(schedule.of(k, count), count), count
+        return schedule.advances(schedule.of(k, count), count) / count, count
 
     size = min(range(1, room // 3 + 1), key=again)
     assert max(held) == max(min(room - 3 * size, math.ceil(300 / size)), 1)
@@ -357,6 +357,6 @@ def test_more_bytes_never_run_more_steps_again(carry: int, step: int, steps: int
         k = in_blocks._most_carries(budget - size * step, carry, count)
         kept = -(-k // in_blocks.AT_A_TIME) * in_blocks.AT_A_TIME if k > in_blocks.AT_A_TIME else k
         assert size * step + (kept if k > 1 else 0) * carry <= budget  # the first one is given
-        found.append((size * tl.schedule.advances(tl.schedule.of(k, count), count), count))
+        found.append((tl.schedule.advances(tl.schedule.of(k, count), count) / count, count))
     assert found == sorted(found, reverse=True)
     assert found[-1][1] == -(-steps // min(steps, in_blocks.MOST_STEPS))

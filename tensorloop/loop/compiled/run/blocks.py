@@ -92,10 +92,10 @@ def _size_within(budget: int, carry: int, step: int, steps: int | None) -> int:
     if steps is None:
         return max(1, min(MOST_STEPS, budget // 2 // step))
 
-    def cost(size: int) -> tuple[int, int]:
-        blocks = -(-steps // size)
+    def cost(size: int) -> tuple[float, int]:
+        blocks = max(-(-steps // size), 1)
         k = _most_carries(budget - size * step, carry, blocks)
-        return size * spans.cost(blocks + 1, k), blocks  # the last block is advanced over, too
+        return spans.cost(blocks + 1, k) / blocks, blocks  # of each step; the last block is advanced over, too
 
     return min(range(1, max(min(MOST_STEPS, budget // step), 1) + 1), key=cost)
 
