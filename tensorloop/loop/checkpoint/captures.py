@@ -128,14 +128,14 @@ class Captures(TorchFunctionMode):
         writes = WRITING.get(func)
         if writes is None:
             writes = WRITING[func] = may_write(func)
+        if writes is UNSEEN and kwargs.get("training") is False:  # the statistics are read alone
+            writes = False
         if writes is AUTOGRAD:
             if not self.replaying:
                 with overrides.unseen():
                     self.autograd.check(self, func, args, kwargs)
         elif writes is ESCAPES:
             self.escapes = True
-        elif writes is UNSEEN and kwargs.get("training") is False:
-            pass  # statistics are read
         elif writes or "out" in kwargs:
             with overrides.unseen():  # recorders around this one count what the body makes
                 candidates = {id(x) for x, _ in use.candidates}

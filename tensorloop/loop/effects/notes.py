@@ -257,7 +257,7 @@ def of_class(owner: Any, name: str) -> Any:
         return GONE
 
 
-class Left(dict[int, "InstructionCheck"]):
+class Left(dict[int, InstructionCheck]):
     """The checks of a code that are left: on new ways, and where something is made that those may write to.
 
     Attributes:
