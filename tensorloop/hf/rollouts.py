@@ -14,10 +14,11 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongType, WrongValue, facts_of, named
 from tensorloop._common.keywords import describe_unknown, hints
 from tensorloop.hf.cache import TrainCache, as_dynamic
+from tensorloop.hf.decoder import Decoder
 from tensorloop.hf.distribution import Distribution
 from tensorloop.hf.hypotheses import SourceLayer
 from tensorloop.hf.processors import Processor, as_processor, as_stop
-from tensorloop.hf.prompt import Decoder, Prompt, Source, count_steps
+from tensorloop.hf.prompt import Prompt, Source, count_steps
 from tensorloop.loop import Checkpoints, while_loop
 from tensorloop.packed import PackedTensor, pack_padded
 from tensorloop.schedule import Schedule
