@@ -13,6 +13,7 @@ from tensorloop.hf.distribution import Distribution
 from tensorloop.hf.heads import Wanted
 from tensorloop.hf.packed import LaidRows, check_ids, check_model, lay_rows, score_rows
 from tensorloop.hf.positions import Numbering, find_numbering, number_rows
+from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.token_scores import Scoring
 from tensorloop.packed import PackedTensor
 
@@ -108,8 +109,13 @@ def completion_logprobs(
     scoring = Scoring(drawn, chunk_size, return_entropy, "hf.completion_logprobs").checked()
     inner = check_model(model)
     group = arguments.at_least(1, group, "group")
-    _check_rows(prompts, completions, group)
+    _check_packed(prompts, completions)
     prompts, completions = prompts.to(torch.int64), completions.to(torch.int64)
+    if (learned := Learned.find(model)) is not None:
+        if learned.is_keys:  # which have no states that predict a token
+            _check_rows(prompts, completions, group)
+        prompts = learned.lengthen(prompts)
+    _check_rows(prompts, completions, group)
     laid, places = lay_completions(prompts, completions, group, find_numbering(inner))
     tokens = completions.values
 
@@ -121,15 +127,18 @@ def completion_logprobs(
     return parts if return_entropy else parts[0]
 
 
-def _check_rows(prompts: Any, completions: Any, group: int) -> None:
+def _check_packed(prompts: Any, completions: Any) -> None:
     for ids, what in ((prompts, "prompts"), (completions, "completions")):
         check_ids(ids, what)
+    if prompts.device != completions.device:
+        raise WrongValue(f"prompts is on {prompts.device}, completions on {completions.device}; move one with .to()")
+
+
+def _check_rows(prompts: PackedTensor, completions: PackedTensor, group: int) -> None:
     if len(prompts.lens) * group != len(completions.lens):
         many = "" if group == 1 else f", not {group} for each of them"
         hint = "; group= says how many completions a prompt has" if group == 1 else ""
         raise WrongValue(f"prompts has {len(prompts.lens)} rows, completions {len(completions.lens)}{many}{hint}")
-    if prompts.device != completions.device:
-        raise WrongValue(f"prompts is on {prompts.device}, completions on {completions.device}; move one with .to()")
     lone = (prompts.lens == 0) & (completions.lens.view(-1, group) > 0).any(1)
     if bool(lone.any()):
         row = int(lone.nonzero()[0])

@@ -13,6 +13,7 @@ from tensorloop.hf import known
 from tensorloop.hf.cache import TrainCache, layer_of
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.positions import Positions, config_positions, find_numbering, find_positions, has_table, is_rotary
+from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.prompt import Prompt, Source, check_left, read_embeds, read_features, read_made, read_prompt
 from tensorloop.hf.signature import signature_of
 
@@ -30,6 +31,8 @@ class Decoder:
             raise WrongType("model is what torch.compile made, which carries no cache of arrays; give the model itself")
         known.refuse_peft(model)
         known.refuse_capacity(model)
+        self.learned = Learned.find(model)
+        model = model if self.learned is None else self.learned.model.get_base_model()
         self.model: Any = model
         self.advised = False  # of O(T²): caches need not say so again
         self.config = self.model.config
@@ -92,13 +95,17 @@ class Decoder:
             if x is not None:
                 raise WrongValue(f"{name} is for a model with an encoder; input_ids is the prompt")
         given = self._read_own(ids, mask, more.pop("inputs_embeds", None), more.pop("past_key_values", None))
-        check_left(given.mask, holes)
+        check_left(given.mask, True)
         self._check_numbered(given)
         if given.mask is not None and not self.takes.positions and has_table(self.model):
             raise WrongValue(
                 "attention_mask has padding, but model takes no position_ids, so that padding would be counted as "
                 "positions; give prompts of one length at a time"
             )
+        if self.learned is not None:
+            windows = any(layer.is_sliding for layer in self.new_cache().layers)
+            given = self.learned.put_before(given, self.embedding, holes and not windows)
+        check_left(given.mask, holes)
         return given._replace(more=self._read_more(given, more)) if more else given, None
 
     def _read_own(self, ids: Any, mask: Any, embeds: Any, past: Any) -> Prompt:

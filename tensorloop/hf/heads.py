@@ -98,7 +98,7 @@ class _Head:
         for hook in hooks:
             hook.remove()
         states = getattr(seen[1], "last_hidden_state", None) if seen else None
-        made = isinstance(states, Tensor) and states.dim() == 3 and states.shape[:2] == options["input_ids"].shape
+        made = isinstance(states, Tensor) and states.dim() == 3 and states.shape[:2] == options["position_ids"].shape
         return cls(model, seen[0], seen[1], args, options) if made and isinstance(seen[1], ModelOutput) else None
 
     def states(self, places: Tensor) -> Tensor:

@@ -34,6 +34,8 @@ _ADAPTERS = frozenset(
         *("PVERA", "HIRA", "GLORA", "UNILORA", "TINYLORA", "FROD", "DEFT", "BEFT", "PEANUT", "SUPERTUNING", "WAVEFT"),
     }
 )
+# Of PEFT's, those that learn a prompt; others put theirs elsewhere (MULTITASK_PROMPT_TUNING, CPT, ADAPTION_PROMPT).
+_PROMPTS = frozenset({"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"})
 _ROWS_AS_ONE = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
 
 
@@ -91,23 +93,40 @@ def refuse_unknown(module: Any, options: dict[str, Any], name: str = "tensorloop
 
 def is_disabled(model: Any) -> bool:
     """Whether this is a PEFT model whose adapters are off, within `model.disable_adapter()`."""
-    return isinstance(getattr(model, "peft_config", None), dict) and getattr(model, "_adapters_disabled", False) is True
+    if not isinstance(getattr(model, "peft_config", None), dict):
+        return False
+    # Where a prompt is learned, the forward of the model within is put in the place of its own.
+    own = vars(model).get("forward")
+    return getattr(model, "_adapters_disabled", False) is True or own == getattr(model, "base_model", model).forward
 
 
 def refuse_peft(model: Any) -> None:
     """Raises where PEFT's active adapters are not known to work on each token by itself: prompts, keys, routers."""
     settings = getattr(model, "peft_config", None)
-    if not isinstance(settings, dict) or is_disabled(model):
+    if not isinstance(settings, dict) or is_disabled(model) or learned_prompt(model):
         return
     for name in _active_of(model, settings):
         given = settings[name]
-        kind = str(getattr(given.peft_type, "value", given.peft_type))
+        kind = _kind_of(given)
         if kind not in _ADAPTERS or getattr(given, "alora_invocation_tokens", None) is not None:
             what = f"{kind} of PEFT" if kind not in _ADAPTERS else "LoRA of PEFT with alora_invocation_tokens"
             raise WrongValue(
                 f"model has {what}, which is not known here to work on each token by itself; LoRA, IA3 and their like "
-                "go. A prefix can be trained through a loop: TrainCache.of(model.get_prompt(batch_size))"
+                "go, and so do prefix tuning, prompt tuning and p-tuning"
             )
+
+
+def _kind_of(settings: Any) -> str:
+    return str(getattr(settings.peft_type, "value", settings.peft_type))
+
+
+def learned_prompt(model: Any) -> str:
+    """Returns the kind of a PEFT model whose prompt is learned, where that is known here; "" for others."""
+    settings = getattr(model, "peft_config", None)
+    if not isinstance(settings, dict) or is_disabled(model) or len(found := _active_of(model, settings)) != 1:
+        return ""
+    kind = _kind_of(settings[found[0]])
+    return kind if kind in _PROMPTS else ""
 
 
 def _active_of(model: Any, settings: dict[str, Any]) -> list[str]:

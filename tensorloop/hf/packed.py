@@ -15,6 +15,7 @@ from tensorloop.hf import encoders, known
 from tensorloop.hf.heads import Wanted, replace_logits
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
+from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.signature import CACHES, signature_of
 from tensorloop.packed import Dim, PackedTensor
 
@@ -81,8 +82,11 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
         return encoders.encode(model, inner, ids, options)
     check_model(model)
     check_ids(ids, "ids")
-    _check_fit(inner, ids, options)
-    return PackedTensor(_run(model, inner, lay_rows(ids, find_numbering(inner)), options, None), ids.dims[0])
+    learned = Learned.find(model)
+    rows = ids if learned is None else learned.lengthen(ids)
+    _check_fit(inner, rows, options)
+    found = PackedTensor(_run(model, inner, lay_rows(rows, find_numbering(inner)), options, None), rows.dims[0])
+    return found if learned is None else found[:, learned.count :]
 
 
 def check_model(model: Any) -> PreTrainedModel:
@@ -110,6 +114,8 @@ def _run(
         return none if wanted is None else wanted.of_logits(none)
     rows = CallRows(laid.dim, trees=laid.trees)
     copied = copy_for_rows(model, rows)
+    if (learned := Learned.find(copied)) is not None:
+        learned.fill(rows, laid.dim)
     if wanted is not None:
         replace_logits(_find_model(copied), wanted)
     out = copied(input_ids=laid.ids[None], position_ids=laid.positions[None], use_cache=False, **options)

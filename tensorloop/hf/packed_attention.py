@@ -27,6 +27,7 @@ class CallRows:
 
     def __init__(self, dim: Dim, attention: str = NAME, trees: list[TokenTree] | None = None) -> None:
         self.dim, self.attention, self.calls, self.trees = dim, attention, 0, trees
+        self.learned: tuple[Tensor, list[Any]] | None = None  # places (M,), and what keys and values are there by layer
 
 
 def copy_for_rows(model: _M, rows: CallRows) -> _M:
@@ -96,6 +97,11 @@ def attend(
             "(a prompt that is learned, a prefix) belongs to no row"
         )
     rows.calls += 1
+    if rows.learned is not None:
+        places, pairs = rows.learned
+        key, value = (
+            x.index_copy(2, places, y.to(x)) for x, y in zip((key, value), pairs[module.layer_idx], strict=True)
+        )
     rules: dict[str, Any]
     if rows.trees is not None:
         q, k, v = (x.transpose(1, 2) for x in (query, key, value))

@@ -151,8 +151,8 @@ class _Steps:
 
     def __init__(self, decoder: Decoder, prompt: Prompt, source: Source | None, processor: Any, endless: bool) -> None:
         self.decoder, self.processor, self.endless = decoder, processor, endless
-        self.before = prompt.ids.shape[1] - 1
-        own, cross, _ = decoder.begin(prompt, source, self.before)
+        self.before = prompt.length - 1
+        own, cross, _ = decoder.begin(prompt, source, prompt.new.shape[1] - 1)
         self.padded = prompt.mask is not None and self.before > 0
         self.context: dict[str, Any] = {}
         if self.padded:
