@@ -25,6 +25,7 @@ def completion_logprobs(
     completions: PackedTensor,
     *,
     return_entropy: Literal[True],
+    return_aux_loss: Literal[False] = False,
     **options: Any,
 ) -> tuple[PackedTensor, PackedTensor]: ...
 @overload
@@ -33,7 +34,17 @@ def completion_logprobs(
     prompts: PackedTensor,
     completions: PackedTensor,
     *,
+    return_aux_loss: Literal[True],
+    **options: Any,
+) -> tuple[Any, ...]: ...
+@overload
+def completion_logprobs(
+    model: nn.Module,
+    prompts: PackedTensor,
+    completions: PackedTensor,
+    *,
     return_entropy: Literal[False] = False,
+    return_aux_loss: Literal[False] = False,
     **options: Any,
 ) -> PackedTensor: ...
 @named("hf.completion_logprobs")
@@ -49,6 +60,7 @@ def completion_logprobs(
     min_p: float | None = None,
     chunk_size: int = 512,
     return_entropy: bool = False,
+    return_aux_loss: bool = False,
     **options: Any,
 ) -> Any:
     """Gives the log-probability of each token of completions after their prompts, without padding.
@@ -73,11 +85,13 @@ def completion_logprobs(
         chunk_size: int, default 512: logits are made for so many tokens at a time.
         return_entropy: bool, default False: whether the entropy at each token, of the same distribution, is returned
             too.
+        return_aux_loss: bool, default False: whether the loss of the model's router, which balances its experts, is
+            returned too, last: over all tokens, those of a prompt counted once.
         options: keywords that go to the model's forward.
 
     Returns:
         PackedTensor (B * group, T*) in the dtype of the logits, float32 at least; with `return_entropy` a pair
-        (log_probs, entropies).
+        (log_probs, entropies), with `return_aux_loss` a tuple whose last is that loss, a scalar.
 
     Softmax, sums and entropies are in float32 where the model computes in a smaller dtype; logits, and the sum of
     their head's gradient over chunks, are in the model's. In training mode a group shares what dropout takes from its
@@ -122,9 +136,10 @@ def completion_logprobs(
     def score(head: Any, states: Tensor, read: Any) -> Tensor:
         return scoring.run(head, states, tokens, read)
 
-    found = score_rows(model, inner, laid, options, Wanted(places, scoring.chunk_size, score))
-    parts = tuple(completions._with(x) for x in found.unbind(1))
-    return parts if return_entropy else parts[0]
+    arguments.as_bool(return_aux_loss, "return_aux_loss")
+    found, aux = score_rows(model, inner, laid, options, Wanted(places, scoring.chunk_size, score, return_aux_loss))
+    parts = *(completions._with(x) for x in found.unbind(1)), *(() if aux is None else (aux,))
+    return parts if len(parts) > 1 else parts[0]
 
 
 def _check_packed(prompts: Any, completions: Any) -> None:

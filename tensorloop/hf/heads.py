@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, nn
 from transformers import PreTrainedModel
-from transformers.modeling_outputs import CausalLMOutput
+from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from tensorloop.hf.signature import signature_of
@@ -28,6 +28,7 @@ class Wanted(NamedTuple):
     places: Tensor  # (M,) of the tokens, among N
     chunk_size: int  # rows of logits; fewer are made in the one call that there is
     score: Callable[..., Tensor]
+    router: bool = False  # whether the loss of a router is wanted too
 
     def of_logits(self, logits: Tensor) -> Tensor:
         """Returns what is wanted of logits (M, V) that are there, (M, k)."""
@@ -53,16 +54,18 @@ def replace_logits(copied: PreTrainedModel, wanted: Wanted) -> None:
         del vars(model)["forward"]
         if plain is not None:  # another library's, in place of the method
             vars(model)["forward"] = plain
+        options |= {"output_router_logits": True} if wanted.router else {}
         places, chunked = wanted.places, len(wanted.places) > wanted.chunk_size and _takes_chunks(model)
         head = _Head.find(model, args, options, places) if chunked else None
         if head is not None:
-            found = wanted.score(head, head.states(places), head.read)
+            found, aux = wanted.score(head, head.states(places), head.read), head.aux
         else:
             keeps = "logits_to_keep" in signature_of(model).names
-            logits = model.forward(*args, **options, **({"logits_to_keep": places} if keeps else {})).logits[0]
+            out = model.forward(*args, **options, **({"logits_to_keep": places} if keeps else {}))
+            logits, aux = out.logits[0], getattr(out, "aux_loss", None)
             found = wanted.of_logits(logits if keeps else logits[places])
         # FSDP hooks into what a forward returns, and warns of views.
-        return CausalLMOutput(logits=torch.stack([found]))  # pyright: ignore[reportArgumentType]
+        return MoeCausalLMOutputWithPast(logits=torch.stack([found]), aux_loss=aux)  # pyright: ignore[reportArgumentType]
 
     vars(copied)["forward"] = forward
 
@@ -81,6 +84,7 @@ class _Head:
     def __init__(self, model: PreTrainedModel, below: nn.Module, out: ModelOutput, args: Any, options: Any) -> None:
         self._model, self._below, self._args, self._options = model, below, args, options
         self._out, self._here = out, threading.local()  # backward may run in a thread for each device
+        self.aux: Tensor | None = None
         vars(below).update({name: OrderedDict() for name in _HOOKS})
         vars(below)["forward"] = partial(_give, out, self._here)
 
@@ -94,12 +98,17 @@ class _Head:
 
         parts = [x for x in model.modules() if isinstance(x, PreTrainedModel) and x is not model]
         hooks = [x.register_forward_hook(note) for x in parts]
-        model.forward(*args, **options, logits_to_keep=places[:0])
+        found = model.forward(*args, **options, logits_to_keep=places[:0])
         for hook in hooks:
             hook.remove()
         states = getattr(seen[1], "last_hidden_state", None) if seen else None
         made = isinstance(states, Tensor) and states.dim() == 3 and states.shape[:2] == options["position_ids"].shape
-        return cls(model, seen[0], seen[1], args, options) if made and isinstance(seen[1], ModelOutput) else None
+        if not made or not isinstance(seen[1], ModelOutput):
+            return None
+        options = {name: x for name, x in options.items() if name != "output_router_logits"}
+        head = cls(model, seen[0], seen[1], args, options)
+        head.aux = getattr(found, "aux_loss", None)
+        return head
 
     def states(self, places: Tensor) -> Tensor:
         """(M, d)"""

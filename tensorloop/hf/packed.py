@@ -1,7 +1,7 @@
 """Models on ragged batches without padding: `packed_forward`."""
 
 from functools import partial
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple, overload
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +13,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.attention import TokenTree
 from tensorloop.hf import encoders, known
 from tensorloop.hf.heads import Wanted, replace_logits
+from tensorloop.hf.outputs import pack_output, shorten
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
 from tensorloop.hf.prefixes import Learned
@@ -20,6 +21,7 @@ from tensorloop.hf.signature import CACHES, signature_of
 from tensorloop.packed import Dim, PackedTensor
 
 _OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", *CACHES)
+_WITH_DICT = ("output_hidden_states", "output_router_logits")
 _KINDS = {"full_attention", "sliding_attention"}
 
 
@@ -38,8 +40,14 @@ def lay_rows(rows: PackedTensor, numbering: Numbering | None) -> LaidRows:
     return LaidRows(rows.values, number_rows(rows, numbering), rows, rows.dims[0])
 
 
+@overload
+def packed_forward(
+    model: nn.Module, ids: PackedTensor, *, return_dict: Literal[False] = False, **options: Any
+) -> PackedTensor: ...
+@overload
+def packed_forward(model: nn.Module, ids: PackedTensor, *, return_dict: Literal[True], **options: Any) -> Any: ...
 @named("hf.packed_forward")
-def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> PackedTensor:
+def packed_forward(model: nn.Module, ids: PackedTensor, *, return_dict: bool = False, **options: Any) -> Any:
     """Runs a decoder-only model or an encoder on rows of unequal length without padding, and gives its logits.
 
     Each row has the positions that the model gives it alone.
@@ -47,13 +55,16 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
     Args:
         model: a model of transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any
             implementation, windows, grouped heads, soft caps and dropout included. It is not changed. Encoders run
-            their own code on packed tensors.
+            their own code on packed tensors. A prompt that PEFT learns stands before each row.
         ids: PackedTensor (B, T*) int64, the tokens; of an encoder, what its main input is, such as samples (B, T*).
+        return_dict: bool, default False: whether all that the model gives is returned, of a decoder alone, with what
+            `output_hidden_states=True` and `output_router_logits=True` ask for.
         options: keywords that go to the model's forward.
 
     Returns:
         PackedTensor (B, T*, V), the logits; of a model without a head, its last hidden states; of an encoder that
-        pools, a tensor (B, n).
+        pools, a tensor (B, n). With `return_dict` a ModelOutput: logits, hidden_states and router_logits as packed
+        tensors, and aux_loss, the router's loss, over the tokens of all rows.
 
     Gradient: as that of the padded call. Layers may be checkpointed.
     Cost: what N = sum(lens) tokens cost, and in attention the pairs within rows. Bytes kept: O(N). Attention with soft
@@ -77,16 +88,21 @@ def packed_forward(model: nn.Module, ids: PackedTensor, **options: Any) -> Packe
         tensor([3, 1])
     """
     inner = _find_model(model)
+    arguments.as_bool(return_dict, "return_dict")
     if encoders.is_encoder(inner):
-        _check_options(inner, options)
+        _check_options(inner, options | ({"return_dict": True} if return_dict else {}))
         return encoders.encode(model, inner, ids, options)
     check_model(model)
     check_ids(ids, "ids")
     learned = Learned.find(model)
     rows = ids if learned is None else learned.lengthen(ids)
-    _check_fit(inner, rows, options)
-    found = PackedTensor(_run(model, inner, lay_rows(rows, find_numbering(inner)), options, None), rows.dims[0])
-    return found if learned is None else found[:, learned.count :]
+    _check_fit(inner, rows, options, whole=return_dict)
+    out = _run(model, inner, lay_rows(rows, find_numbering(inner)), options, None)
+    count = 0 if learned is None else learned.count
+    if return_dict:
+        return pack_output(out, rows.dims[0], count)
+    found = PackedTensor(_scores(out)[0], rows.dims[0])
+    return found[:, count:] if count else found
 
 
 def check_model(model: Any) -> PreTrainedModel:
@@ -98,24 +114,28 @@ def check_model(model: Any) -> PreTrainedModel:
 
 def score_rows(
     model: nn.Module, inner: PreTrainedModel, laid: LaidRows, options: dict[str, Any], wanted: Wanted
-) -> Tensor:
-    """Returns what is wanted of the head of a model after some tokens, (M, k)."""
+) -> tuple[Tensor, Tensor | None]:
+    """Returns what is wanted of the head of a model after some tokens, (M, k), and the router's loss, if wanted."""
     _check_fit(inner, laid.rows, options)
-    return _run(model, inner, laid, options, wanted)
+    out = _run(model, inner, laid, options, wanted)
+    aux = getattr(out, "aux_loss", None) if wanted.router else None
+    if wanted.router and aux is None:
+        raise WrongValue(f"return_aux_loss: model {type(inner).__name__} gives no loss of a router")
+    return _scores(out)[0], aux
 
 
 def _run(
     model: nn.Module, inner: PreTrainedModel, laid: LaidRows, options: dict[str, Any], wanted: Wanted | None
-) -> Tensor:
-    """The logits of all tokens (N, V), or what is wanted of those at some places."""
+) -> Any:
+    """What a model gives for all tokens (1, N, ...), or what is wanted of its logits at some places."""
     if not len(laid.ids):  # models do not take nothing, and who shares their gradients must run them all the same
         one = PackedTensor(laid.ids.new_zeros(1), [1])
-        none = _run(model, inner, lay_rows(one, find_numbering(inner)), options, None)[:0]
-        return none if wanted is None else wanted.of_logits(none)
+        return shorten(_run(model, inner, lay_rows(one, find_numbering(inner)), options, None), wanted)
     rows = CallRows(laid.dim, trees=laid.trees)
     copied = copy_for_rows(model, rows)
     if (learned := Learned.find(copied)) is not None:
-        learned.fill(rows, laid.dim)
+        routed = wanted.router if wanted is not None else bool(options.get("output_router_logits"))
+        learned.fill(rows, laid.dim, routed)
     if wanted is not None:
         replace_logits(_find_model(copied), wanted)
     out = copied(input_ids=laid.ids[None], position_ids=laid.positions[None], use_cache=False, **options)
@@ -125,13 +145,17 @@ def _run(
             f"model {type(inner).__name__} has {layers} layers, but {rows.calls} of them attended to the rows: the "
             "others attend in a way of their own, or their forward was compiled or replaced; pad the batch"
         )
-    found = out["logits"] if "logits" in out else out["last_hidden_state"]
+    found = _scores(out)
     count = len(laid.ids) if wanted is None else len(wanted.places)
     if found.dim() != 3 or found.shape[:2] != (1, count):
         raise WrongType(f"model {type(inner).__name__} gives {tuple(found.shape)} for {count} tokens, not one each")
     if found.requires_grad:
         found.register_hook(partial(_keep, copied))  # a wrapper's backward holds it weakly
-    return found[0]
+    return out
+
+
+def _scores(out: Any) -> Tensor:
+    return out["logits"] if "logits" in out else out["last_hidden_state"]
 
 
 def _keep(copied: nn.Module, grad: Tensor) -> None:
@@ -182,20 +206,24 @@ def check_ids(ids: Any, what: str) -> None:
         raise WrongValue(f"{what} must be (B, T*), got elements of shape {tuple(ids.values.shape[1:])}")
 
 
-def _check_options(model: PreTrainedModel, options: dict[str, Any]) -> None:
-    """Refuses what would be dropped."""
+def _check_options(model: PreTrainedModel, options: dict[str, Any], whole: bool = False) -> None:
+    """Refuses what would be dropped; `whole`: all that the model gives is returned."""
     takes = signature_of(model).names
     for name, x in options.items():
         if name in _OURS:
             raise WrongValue(f"{name} cannot be given: the rows of ids say which tokens there are")
-        if name in ("logits_to_keep", "return_dict") or (name.startswith("output_") and x):
-            raise WrongValue(f"{name} cannot be given: what is returned are the logits of all tokens and nothing else")
+        kept = whole and name in _WITH_DICT
+        if name in ("logits_to_keep", "return_dict") or (name.startswith("output_") and x and not kept):
+            also = "; packed_forward(return_dict=True) returns it" if name in _WITH_DICT else ""
+            raise WrongValue(
+                f"{name} cannot be given: what is returned are the logits of all tokens and nothing else{also}"
+            )
         if name not in takes and x is not None:
             known.refuse_unknown(model, {name: x}, "hf.packed_forward")
 
 
-def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any]) -> None:
-    _check_options(model, options)
+def _check_fit(model: PreTrainedModel, ids: PackedTensor, options: dict[str, Any], whole: bool = False) -> None:
+    _check_options(model, options, whole)
     encoders.check_device(model, ids, "ids")
     text = model.config.get_text_config(decoder=True)
     check_rows(model, text, ids, find_numbering(model))

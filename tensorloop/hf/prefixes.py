@@ -75,8 +75,10 @@ class Learned(NamedTuple):
         made: Any = torch.cat([PackedTensor(none, torch.full_like(rows.lens, self.count)), rows], 1)
         return made
 
-    def fill(self, rows: CallRows, dim: Dim) -> None:
+    def fill(self, rows: CallRows, dim: Dim, routed: bool) -> None:
         """Makes `self.model`, a copy, call the model within it with what is learned in these places."""
+        if routed and self.is_keys:
+            raise WrongValue("return_aux_loss: the router would see the places of PEFT's prefix, which are no tokens")
         places = dim.offsets[:-1][:, None] + torch.arange(self.count, device=dim.offsets.device)
         vars(self.model)["forward"] = partial(self._forward, rows, places.flatten())
 
