@@ -30,7 +30,7 @@ class Advice:
 def warn(config: Any, what: str) -> None:
     """One warning that ends with how to mend it: by our attention alone where it is known to serve the model."""
     now = config._attn_implementation
-    if known.is_served(config):
+    if known.is_served(config) and now != ATTENTION:
         cure = f"model.set_attn_implementation({ATTENTION!r}) makes it O(T), now it is {now!r}"
     else:
         cure = f"checkpoints= of a loop or a search keeps fewer steps; attention is by {now!r}"
@@ -40,6 +40,8 @@ def warn(config: Any, what: str) -> None:
 def _find_squares(config: Any) -> str | None:
     """Why attention to views of the arrays keeps more than its queries, None where it does not."""
     name = config._attn_implementation
+    if known.makes_keys_of_latents(config):
+        return "the model makes all keys of its latents again at each step"
     if name == ATTENTION:
         return None
     if name != "sdpa":

@@ -34,8 +34,7 @@ class Beams(NamedTuple):
 def clear_padding(prompt: TrainCache, mask: Tensor) -> None:
     """Writes zeros to slots of padding, `mask` (B, n) False: what a model makes of it may be anything, NaN too."""
     seen = mask.t()[:, :, None, None]  # (n, B, 1, 1)
-    for layer in prompt.layers:
-        assert isinstance(layer, ArrayLayer)
+    for layer in (x for x in prompt.layers if isinstance(x, ArrayLayer)):
         keys, values = (array.stack() for array in layer.arrays)
         keys, values = (TensorArray.unstack(torch.where(seen, x, torch.zeros_like(x))) for x in (keys, values))
         layer.arrays = keys, values

@@ -4,12 +4,13 @@ A model hands more to its attention than queries, keys and values. A keyword tha
 to be computed, so it is refused: a wrong number is worse than an error.
 """
 
+import inspect
 import sys
 from functools import cache
 from typing import Any
 
 from torch import nn
-from transformers import PreTrainedModel
+from transformers import PreTrainedModel, cache_utils
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue
@@ -49,6 +50,13 @@ _COMPARED = (
     "ministral3 mistral mixtral modernbert-decoder mt5 nanochat olmo olmo2 olmo3 olmoe opt pegasus phi phi3 "
     "phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 t5 umt5 vaultgemma "
     "whisper "
+)
+# Of layers that keep a state: those that were compared on packed rows.
+_MIXERS = frozenset(
+    {
+        *("FalconH1Mixer", "JambaMambaMixer", "Lfm2ShortConv", "MiniMaxLightningAttention", "NemotronHMamba2Mixer"),
+        *("OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
+    }
 )
 _SERVED = frozenset(_COMPARED.split())
 
@@ -187,6 +195,32 @@ def shares_keys(config: Any) -> bool:
     """Whether some layers attend to the keys of others and have none (Gemma 3n, Gemma 4)."""
     count = getattr(config, "num_kv_shared_layers", 0)  # before there were modes
     return bool(count) or "reuse" in (getattr(config, "kv_sharing_modes", None) or ())
+
+
+def is_dummy(layer: Any) -> bool:
+    """Whether a layer of a cache is that of a layer of the model which has no keys of its own."""
+    return type(layer).__name__ == "DummyLayer"  # since transformers 5.24
+
+
+def refuse_shared(config: Any) -> None:
+    """Raises where layers share keys by a cache of a kind that is not known here."""
+    if shares_keys(config) and not hasattr(cache_utils, "DummyLayer"):
+        raise WrongValue("model has layers that share the keys of others: that needs transformers 5.24")
+
+
+def makes_keys_of_latents(config: Any) -> bool:
+    """Whether a model caches latents, of which it makes keys and values after `update`, at each step (MLA)."""
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def asks_by_name(kind: type[nn.Module]) -> bool:
+    """Whether modules of this kind find their attention by the name in their config."""
+    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(kind.forward).__code__.co_names
+
+
+def is_mixer(kind: type[nn.Module]) -> bool:
+    """Whether modules of this kind, no attention, were compared on packed rows."""
+    return kind.__name__ in _MIXERS
 
 
 def skips_masks(config: Any) -> bool:

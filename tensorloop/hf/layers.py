@@ -13,6 +13,7 @@ from transformers.cache_utils import CacheLayerMixin
 
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch.autocast import is_on
+from tensorloop.hf import known
 from tensorloop.hf.advice import ATTENTION, Advice
 from tensorloop.hf.attention import autocast, stand_ins
 from tensorloop.tensor_array import TensorArray
@@ -26,12 +27,13 @@ class Kind:
         self, config: Any, window: int | None = None, capacity: int | None = None, advice: Advice | None = None
     ) -> None:
         self.config, self.window, self.capacity = config, window, capacity
+        self.makes_keys = known.makes_keys_of_latents(config)
         self.advice = Advice(config) if advice is None else advice
 
     @property
     def reads_arrays(self) -> bool:
-        """Whether the model's attention is ours, as it is set now."""
-        if self.config is None:
+        """Whether the model's attention is ours, as it is set now, and reads what the cache holds."""
+        if self.config is None or self.makes_keys:
             return False
         # The property goes through seven frames for this name, in each layer of each step.
         found = object.__getattribute__(self.config, "__dict__").get("_attn_implementation_internal")

@@ -13,6 +13,7 @@ from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.attention import TokenTree
 from tensorloop.hf import encoders, known
 from tensorloop.hf.heads import Wanted, replace_logits
+from tensorloop.hf.mixers import find_readers, run_by_rows
 from tensorloop.hf.outputs import pack_output, shorten
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
@@ -21,6 +22,8 @@ from tensorloop.hf.signature import CACHES, signature_of
 from tensorloop.packed import Dim, PackedTensor
 
 _OURS = ("input_ids", "attention_mask", "position_ids", "inputs_embeds", "use_cache", "labels", *CACHES)
+_NO_READERS = {"dummy", "moe", "mlp"}  # keys of another layer, or none
+_STATES = {"linear_attention", "hybrid", "conv"}  # which keep a state
 _WITH_DICT = ("output_hidden_states", "output_router_logits")
 _KINDS = {"full_attention", "sliding_attention"}
 
@@ -136,10 +139,14 @@ def _run(
     if (learned := Learned.find(copied)) is not None:
         routed = wanted.router if wanted is not None else bool(options.get("output_router_logits"))
         learned.fill(rows, laid.dim, routed)
+    text = inner.config.get_text_config(decoder=True)
+    alike = {*get_layer_types_and_kwargs(text)[0]} <= _KINDS
+    layers = text.num_hidden_layers if alike else run_by_rows(copied, rows)
+    if wanted is None and known.shares_keys(text):  # all tokens by their places: by 0 layers leave out some
+        options |= {"logits_to_keep": torch.arange(len(laid.ids), device=laid.ids.device)}
     if wanted is not None:
         replace_logits(_find_model(copied), wanted)
     out = copied(input_ids=laid.ids[None], position_ids=laid.positions[None], use_cache=False, **options)
-    layers = inner.config.get_text_config(decoder=True).num_hidden_layers
     if rows.calls < layers and not getattr(inner.config, "layerdrop", 0):
         raise WrongValue(
             f"model {type(inner).__name__} has {layers} layers, but {rows.calls} of them attended to the rows: the "
@@ -184,11 +191,14 @@ def _check_decoder(inner: PreTrainedModel) -> None:
     """Refuses what has no packed form."""
     config = inner.config.get_text_config(decoder=True)
     name = type(inner).__name__
-    kinds = set() if inner._is_stateful else {*get_layer_types_and_kwargs(config)[0]} - _KINDS
-    has = f"layers of {', '.join(sorted(kinds))}" if kinds else "a recurrent state" if inner._is_stateful else ""
-    if has := "layers that share the keys of others" if known.shares_keys(config) else has:
+    known.refuse_shared(config)
+    kinds = {*get_layer_types_and_kwargs(config)[0]}
+    odd = kinds - _KINDS - _NO_READERS
+    attention, mixers = find_readers(inner) if kinds - _KINDS else ([], [])
+    if (inner._is_stateful and not odd) or odd - _STATES or (odd and not mixers):
+        has = f"layers of {', '.join(sorted(odd))}" if odd else "a recurrent state"
         raise WrongType(f"model {name} has {has}, for which there is no packed form; pad the batch")
-    if not inner._supports_attention_backend:
+    if not inner._supports_attention_backend and kinds & _KINDS and not attention:
         raise WrongType(f"model {name} attends in a way of its own, which cannot be exchanged; pad the batch")
     if not signature_of(inner).positions:
         raise WrongType(f"model {name} takes no position_ids, so that rows cannot have their own; pad the batch")

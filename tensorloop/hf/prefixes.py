@@ -86,6 +86,8 @@ class Learned(NamedTuple):
         base, made = self.model.get_base_model(), self.model.get_prompt(1)
         times = len(places) // self.count
         if self.is_keys:
+            if (count := base.config.get_text_config(decoder=True).num_hidden_layers) != len(made.layers):
+                raise WrongValue(f"model has {count} layers and PEFT's prefix {len(made.layers)}; pad the batch")
             pairs = [[x.repeat(1, 1, times, 1) for x in (layer.keys, layer.values)] for layer in made.layers]
             rows.learned = places, pairs
             return base(input_ids=input_ids, **options)

@@ -13,6 +13,7 @@ from tensorloop import beam
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, facts_of, named
 from tensorloop._common.keywords import hints
+from tensorloop.hf import known
 from tensorloop.hf.advice import ATTENTION, warn
 from tensorloop.hf.decoder import Decoder
 from tensorloop.hf.hypotheses import Beams, clear_padding, show_cache
@@ -116,7 +117,8 @@ def beam_search(
         raise WrongType(f"length_penalty must be a number, got {arguments.describe(length_penalty)}")
     processor = as_processor(logits_processor)
     prompt, source = decoder.read(input_ids, attention_mask, decoder_input_ids, encoder_outputs=encoder_outputs)
-    if torch.is_grad_enabled() and decoder.text._attn_implementation != ATTENTION:
+    gathers = decoder.text._attn_implementation != ATTENTION or known.makes_keys_of_latents(decoder.text)
+    if torch.is_grad_enabled() and gathers:
         warn(decoder.text, "hf.beam_search: keys are gathered for each step")
         decoder.advised = True
     steps = count_steps(max_steps, "max_steps", prompt, decoder.positions(prompt))

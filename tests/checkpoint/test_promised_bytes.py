@@ -188,13 +188,19 @@ def budgets(make: Callable[[], Made], **how: Any) -> set[int]:
     return {least, int(1.3 * least), *(n for share in shares if (n := int(share * everything)) > least)}
 
 
+def assert_alike(found: list[Tensor], expected: list[Tensor]) -> None:
+    """They are sums in another order, of terms as large as the largest."""
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-3, atol=max(1e-4, 1e-5 * float(y.abs().max())))
+
+
 @pytest.mark.parametrize("make", [*LOOPS, *ARRAYS])
 def test_a_budget_is_kept(make: Callable[[], Made]) -> None:
     _, expected = measured(make)
     for budget in budgets(make):
         found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget))
         assert found <= budget
-        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+        assert_alike(grads, expected)
 
 
 @pytest.mark.parametrize("make", [lstm, deep, unknown_length, wide_outputs, gradient_from_a_capture_alone])
@@ -204,7 +210,7 @@ def test_a_compiled_loop_keeps_it(make: Callable[[], Made]) -> None:
         measured(make, checkpoints=tl.Checkpoints(budget=budget), compile="strict")  # which makes the plan
         found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget), compile="strict")
         assert found <= budget
-        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+        assert_alike(grads, expected)
 
 
 @pytest.mark.parametrize("make", [attends_to_an_array, overwrites_an_array])
@@ -216,7 +222,7 @@ def test_a_compiled_loop_with_arrays_keeps_it(make: Callable[[], Made]) -> None:
         measured(make, checkpoints=tl.Checkpoints(budget=budget), compile="strict")  # which makes the plan
         found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget), compile="strict")
         assert found <= budget + arrays
-        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+        assert_alike(grads, expected)
 
 
 def drawn(seed: int) -> Made:
@@ -294,7 +300,7 @@ def test_steps_that_keep_more_than_the_first(from_step: int, custom: bool) -> No
         budget = 24_000 + int(share * everything)
         found, grads = measured(make, checkpoints=tl.Checkpoints(budget=budget))
         assert found <= budget * (1.1 if custom else 1)  # what a custom Function keeps is an estimate: docs/limits.md
-        torch.testing.assert_close(grads, expected, rtol=1e-3, atol=1e-4)
+        assert_alike(grads, expected)
     least = bytes_of_a_step(lambda plan: make()[1](checkpoints=plan))[0]
     with pytest.raises(ValueError, match="is too small for one step of this loop") as error:
         make()[1](checkpoints=tl.Checkpoints(budget=least))
