@@ -10,6 +10,8 @@ from tensorloop.hf.attention import ATTENTION as ATTENTION  # noqa: E402  regist
 
 if TYPE_CHECKING:
     from tensorloop.hf.cache import TrainCache as TrainCache
+    from tensorloop.hf.check import AttentionReport as AttentionReport
+    from tensorloop.hf.check import check_attention as check_attention
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
     from tensorloop.hf.completions import completion_logprobs as completion_logprobs
     from tensorloop.hf.packed import packed_forward as packed_forward
@@ -21,6 +23,7 @@ if TYPE_CHECKING:
 _HOMES = {
     "hf.attention": ("ATTENTION",),
     "hf.cache": ("TrainCache",),
+    "hf.check": ("AttentionReport", "check_attention"),
     "hf.checkpointing": ("checkpoint_layers",),
     "hf.completions": ("completion_logprobs",),
     "hf.packed": ("packed_forward",),

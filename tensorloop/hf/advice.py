@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop.hf import known
+from tensorloop.hf import certificate, known
 
 ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 _DROPOUT = ("attention_dropout", "attn_pdrop", "dropout_rate")  # of weights, in configs
@@ -30,7 +30,7 @@ class Advice:
 def warn(config: Any, what: str) -> None:
     """One warning that ends with how to mend it: by our attention alone where it is known to serve the model."""
     now = config._attn_implementation
-    if known.is_served(config) and now != ATTENTION:
+    if certificate.is_served(config) and now != ATTENTION:
         cure = f"model.set_attn_implementation({ATTENTION!r}) makes it O(T), now it is {now!r}"
     else:
         cure = f"checkpoints= of a loop or a search keeps fewer steps; attention is by {now!r}"

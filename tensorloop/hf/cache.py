@@ -1,14 +1,19 @@
 """A cache for transformers whose gradients cost O(T): `TrainCache`."""
 
 import copy
+import os
 import sys
+import tempfile
 import weakref
 from collections.abc import Callable, Iterable
 from functools import partial
+from pathlib import Path
 from types import FrameType
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
@@ -46,9 +51,13 @@ class TrainCache(DynamicCache):
     Args:
         config: the model's config; its decoder says which layers there are and their windows.
         capacity: int, tokens that there is room for at once; None lets it grow.
+        window: int, how many of the tokens before it a call of the model sees in layers that have no window of their
+            own; None: all. Positions are not changed.
+        sinks: int, default 0: how many of the first tokens it sees beside those.
 
     Gradient: as DynamicCache's.
-    Cost: O(1) a token and layer to write, a view to read. A window keeps all tokens and reads the last ones. `crop`
+    Cost: O(1) a token and layer to write, a view to read; with `sinks` a copy of what is seen. Where no gradient is
+    recorded, and outside of loops, what a window has passed is let go; otherwise by `detach`. `crop`
     copies what goes where "tensorloop" attention has read it, and what stays where views cover what goes. With
     `attn_implementation="sdpa"`, or "tensorloop" (masks, bias and dropout in O(T) too). Others that copy keys or keep
     their weights ("eager") are right, and O(T²): a UserWarning says so, once for a cache.
@@ -71,11 +80,15 @@ class TrainCache(DynamicCache):
     """
 
     @named("TrainCache")
-    def __init__(self, config: Any, *, capacity: int | None = None) -> None:
+    def __init__(self, config: Any, *, capacity: int | None = None, window: int | None = None, sinks: int = 0) -> None:
         if not hasattr(config, "get_text_config"):
             cure = "; give model.config" if hasattr(config, "config") else ""
             raise WrongType(f"config must be a model's config, got {arguments.describe(config)}{cure}")
         capacity = None if capacity is None else arguments.at_least(0, capacity, "capacity")
+        sinks = arguments.at_least(0, sinks, "sinks")
+        if window is None and sinks:
+            raise WrongValue(f"sinks is {sinks}, but without window= all tokens are seen")
+        rolling = None if window is None else (arguments.at_least(1, window, "window"), sinks)
         config = config.get_text_config(decoder=True)
         kinds, options = get_layer_types_and_kwargs(config)
         layers: list[Any] = []
@@ -83,8 +96,9 @@ class TrainCache(DynamicCache):
         for kind, given in zip(kinds, options, strict=True):
             layer = DYNAMIC_LAYER_TYPE_MAPPING[kind]
             ours = layer in _OURS
-            own = Kind(config, given.get("sliding_window"), capacity, advice)
+            own = Kind(config, given.get("sliding_window"), capacity, advice, rolling)
             layers.append(ArrayLayer.empty(own) if ours else layer(**given))
+            layers[-1].forgets = True
         Cache.__init__(self, layers=layers)
 
     @classmethod
@@ -103,7 +117,6 @@ class TrainCache(DynamicCache):
 
         Raises:
             TypeError: another kind of cache.
-            ValueError: a window that has let tokens go.
 
         Example:
             >>> import transformers
@@ -171,7 +184,7 @@ class TrainCache(DynamicCache):
         layer = self.layers[layer_idx]
         if not isinstance(layer, ArrayLayer):
             return layer.update(key_states, value_states, *args, **kwargs)  # pyright: ignore[reportAttributeAccessIssue]
-        undo = partial(_take_back, weakref.ref(self), layer_idx, len(layer.arrays[0]))
+        undo = partial(_take_back, weakref.ref(self), layer_idx, layer.get_seq_length())
         try:
             return layer.take_in(key_states, value_states, undo)
         except BaseException:
@@ -192,6 +205,77 @@ class TrainCache(DynamicCache):
         """
         _refuse_checkpointed(sys._getframe(1))
         return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        """How many keys new tokens will see in a layer, and the position of the first; models ask for their masks.
+
+        Args:
+            query_length: int, how many new tokens there are.
+            layer_idx: int, the number of the layer.
+
+        Returns:
+            (int, int)
+
+        Raises:
+            ValueError: sinks, and a mask with padding, which would be taken for that of other tokens.
+        """
+        layer = self.layers[layer_idx]
+        if isinstance(layer, ArrayLayer) and layer.kind.rolling is not None and layer.kind.rolling[1]:
+            mask = sys._getframe(1).f_locals.get("attention_mask")
+            if isinstance(mask, Tensor) and not bool(mask.all()):
+                raise ValueError("TrainCache: attention_mask has padding; with sinks give rows of one length")
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    @named("TrainCache.detach")
+    def detach(self) -> "TrainCache":
+        """Makes a cache of the same tokens without their gradient, and without those that a window has passed.
+
+        For training in pieces: `backward` after so many tokens, then go on from `cache = cache.detach()`.
+
+        Returns: a new TrainCache; what is written to one is not seen by the other.
+        Cost: O(1); with windows a copy of what they see.
+
+        Example:
+            >>> cache = tl.hf.TrainCache.of_layers([])
+            >>> cache.detach().get_seq_length()
+            0
+        """
+        return self.of_layers([_detached(layer) for layer in self.layers])
+
+    @named("TrainCache.offload_to")
+    def offload_to(self, place: str | os.PathLike[str]) -> "TrainCache":
+        """Makes a cache of the same tokens, without their gradient, that are held elsewhere.
+
+        They are read from there at each call, and copied to where the model is; tokens to come stay with it, until it
+        is offloaded again. It is for a long past that is read in large pieces; transformers' `offload` of layers that
+        take turns on a device is another thing.
+
+        Args:
+            place: "cpu", or a folder, in which a file is mapped into memory and has no name any more.
+
+        Returns: a new TrainCache.
+        Cost: a copy of all tokens.
+
+        Raises:
+            ValueError: a cache that rolls, or layers that are transformers' own.
+            OSError: a folder that cannot be written to; the cache is as it was.
+
+        Example:
+            >>> import transformers
+            >>> config = transformers.LlamaConfig(
+            ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            ... )
+            >>> cache = tl.hf.TrainCache(config)
+            >>> _ = cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+            >>> cache.offload_to("cpu").get_seq_length()
+            3
+        """
+        for i, layer in enumerate(self.layers):
+            if not isinstance(layer, ArrayLayer) or layer.kind.rolling is not None:
+                what = "rolls" if isinstance(layer, ArrayLayer) else f"is {type(layer).__name__}"
+                raise WrongValue(f"layer {i} {what}; only caches of attention that hold all tokens can be offloaded")
+        move = _to_cpu if place == "cpu" else partial(_to_file, Path(place))
+        return self.of_layers([layer.moved(move) for layer in self.layers if isinstance(layer, ArrayLayer)])
 
     def __copy__(self) -> "TrainCache":
         return self.of_layers([_copied(layer) for layer in self.layers])
@@ -236,13 +320,8 @@ def layer_of(layer: Any, config: Any, advice: Advice) -> Any:
     window = layer.sliding_window if isinstance(layer, DynamicSlidingWindowLayer) else None
     if not layer.is_initialized or layer.keys is None or layer.values is None:
         return ArrayLayer.empty(Kind(config, window, advice=advice))
-    if window is not None and layer.get_seq_length() > layer.keys.shape[-2]:
-        raise WrongValue(
-            "cache has a sliding window that has let tokens go, so positions cannot be counted; fill a TrainCache "
-            "from the start instead"
-        )
     keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in (layer.keys, layer.values))
-    return ArrayLayer((keys, values), Kind(config, window, advice=advice))
+    return ArrayLayer((keys, values), Kind(config, window, advice=advice), layer.get_seq_length() - len(keys))
 
 
 def as_dynamic(cache: TrainCache, config: Any) -> DynamicCache:
@@ -252,14 +331,43 @@ def as_dynamic(cache: TrainCache, config: Any) -> DynamicCache:
         if isinstance(layer, ArrayLayer) and layer.is_initialized:
             keys, values = (array.stack().permute(1, 2, 0, 3) for array in layer.arrays)
             made.update(keys, values, i)
+            if layer.dropped:
+                made.layers[i].cumulative_length += layer.dropped  # pyright: ignore[reportAttributeAccessIssue]
     return made
+
+
+def _detached(layer: Any) -> Any:
+    if isinstance(layer, ArrayLayer):
+        return layer.detached()
+    made = copy.copy(layer)
+    vars(made).update(tree_map_only(Tensor, Tensor.detach, dict(vars(made))))
+    return made
+
+
+def _to_cpu(x: Tensor) -> Tensor:
+    return x.cpu() if x.device.type != "cpu" else x.clone()
+
+
+def _to_file(folder: Path, x: Tensor) -> Tensor:
+    """The same numbers, in a file that is gone with them."""
+    if not folder.is_dir():
+        raise WrongValue(f"place must be 'cpu' or a folder, got {str(folder)!r}, which is none")
+    raw = x.cpu().contiguous().view(-1).view(torch.uint8)
+    handle, name = tempfile.mkstemp(dir=folder, suffix=".tensorloop")
+    try:
+        with os.fdopen(handle, "wb") as file:
+            file.write(memoryview(raw.numpy()))
+        mapped = torch.from_file(name, shared=False, size=raw.numel(), dtype=torch.uint8)
+    finally:
+        os.unlink(name)
+    return mapped.view(x.dtype).view(x.shape)
 
 
 def _copied(layer: Any) -> Any:
     if not isinstance(layer, ArrayLayer):
         return copy.copy(layer)
     keys, values = layer.arrays
-    return ArrayLayer((copy.copy(keys), copy.copy(values)), layer.kind)
+    return layer.like((copy.copy(keys), copy.copy(values)))
 
 
 def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
@@ -268,8 +376,8 @@ def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
     context: list[Any] = []
     for layer in cache.layers:
         if isinstance(layer, ArrayLayer):
-            leaves += layer.arrays
-            context.append(layer.kind)
+            leaves += (*layer.arrays, *(layer.before or ()))
+            context.append((layer.kind, layer.dropped, layer.before is not None))
         else:
             context.append(layer)
     return leaves, tuple(context)
@@ -277,7 +385,14 @@ def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
 
 def _unflatten(leaves: Iterable[Any], context: Any) -> TrainCache:
     left = iter(leaves)
-    layers = [ArrayLayer((next(left), next(left)), x) if isinstance(x, Kind) else x for x in context]
+    layers: list[Any] = []
+    for x in context:
+        if isinstance(x, tuple):
+            kind, dropped, more = x
+            arrays = next(left), next(left)
+            layers.append(ArrayLayer(arrays, kind, dropped, (next(left), next(left)) if more else None))
+        else:
+            layers.append(x)
     return TrainCache.of_layers(layers)
 
 

@@ -130,8 +130,9 @@ class _View(TrainCache):
         with torch.autograd.graph.saved_tensors_hooks(_same, _same):  # none of this is the layer's, to be recomputed
             keys, values = self.cache.update(key_states, value_states, layer_idx, *args, **kwargs)
         layer: Any = self.cache.layers[layer_idx]
-        if isinstance(layer, ArrayLayer) and layer.kind.reads_arrays:
-            self.read.append(_Read(*layer.now(), layer.first_seen(key_states.shape[-2])))
+        start = layer.start_of(key_states.shape[-2]) if isinstance(layer, ArrayLayer) else None
+        if start is not None and layer.kind.reads_arrays:
+            self.read.append(_Read(*layer.now(), start))
         else:
             self.read.append(_Read(keys.detach(), values.detach()))
         return keys, values

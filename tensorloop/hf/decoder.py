@@ -81,6 +81,7 @@ class Decoder:
                 what = f"a layer {i} that is no attention, {type(layer).__name__}"
                 raise WrongValue(f"model has {what}: it cannot branch; use model.generate()")
             layer.kind.advice.given |= self.advised
+            layer.forgets = False
         return cache
 
     def read(
@@ -147,7 +148,10 @@ class Decoder:
                 continue
             assert isinstance(mine, ArrayLayer)
             found = layer_of(layer, None, mine.kind.advice)
-            if not isinstance(found, ArrayLayer) or len(found.arrays[0]) != given.get_seq_length():
+            if isinstance(found, ArrayLayer) and (found.kind.rolling is not None or found.before is not None):
+                what = "rolls" if found.kind.rolling is not None else "was moved by offload_to"
+                raise WrongValue(f"past_key_values {what}: rollouts go on from one that holds its tokens itself")
+            if not isinstance(found, ArrayLayer) or found.get_seq_length() != given.get_seq_length():
                 raise WrongValue(
                     f"past_key_values has a layer {i} that is {layer!r}, expected keys and values of all "
                     f"{given.get_seq_length()} tokens; fill a TrainCache or a DynamicCache"
@@ -156,7 +160,7 @@ class Decoder:
             for name in _SIZES if theirs is not None else ():
                 if (has := getattr(theirs, name, None)) != (wanted := getattr(self.text, name, None)):
                     raise WrongValue(f"past_key_values is of a model with {name}={has}, model has {wanted}")
-            mine.arrays = found.arrays
+            mine.arrays, mine.dropped = found.arrays, found.dropped
         return own
 
     def _read_more(self, prompt: Prompt, given: dict[str, Any]) -> dict[str, Any]:

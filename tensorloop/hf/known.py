@@ -4,7 +4,6 @@ A model hands more to its attention than queries, keys and values. A keyword tha
 to be computed, so it is refused: a wrong number is worse than an error.
 """
 
-import inspect
 import sys
 from functools import cache
 from typing import Any
@@ -38,32 +37,6 @@ _ADAPTERS = frozenset(
 # Of PEFT's, those that learn a prompt; others put theirs elsewhere (MULTITASK_PROMPT_TUNING, CPT, ADAPTION_PROMPT).
 _PROMPTS = frozenset({"PREFIX_TUNING", "PROMPT_TUNING", "P_TUNING"})
 _ROWS_AS_ONE = ("cu_seq_lens_q", "cu_seq_lens_k", "seq_idx")
-
-
-# `model_type` of what was compared with "eager": without a cache, and with one in chunks and steps, padded and not.
-_COMPARED = (
-    "afmoe apertus arcee aria_text bart beam bert bigbird_pegasus bitnet blenderbot cohere cohere2 "
-    "cohere2_moe cwm electra ernie ernie4_5 ernie4_5_moe exaone4 exaone_moe flex_olmo flint gemma gemma2 "
-    "gemma3_text gemma3n_text glm glm4 glm4_moe gpt-sw3 gpt2 gpt_bigcode gpt_neox gpt_oss granite granite_swa "
-    "granitemoe granitemoe_swa granitemoeshared helium hrm_text hy_v3 hyperclovax internlm3 iquestcoder jais2 "
-    "kolibri1 laguna lfm2 llama m2m_100 marian mbart mellum mimo_v2_flash minimax_m2 minimax_m3_vl_text "
-    "ministral3 mistral mixtral modernbert-decoder mt5 nanochat olmo olmo2 olmo3 olmoe opt pegasus phi phi3 "
-    "phimoe plbart qwen2 qwen2_moe qwen3 qwen3_moe seed_oss smollm3 solar_open starcoder2 t5 umt5 vaultgemma "
-    "whisper "
-)
-# Of layers that keep a state: those that were compared on packed rows.
-_MIXERS = frozenset(
-    {
-        *("FalconH1Mixer", "JambaMambaMixer", "Lfm2ShortConv", "MiniMaxLightningAttention", "NemotronHMamba2Mixer"),
-        *("OlmoHybridGatedDeltaNet", "Qwen3NextGatedDeltaNet", "Qwen3_5GatedDeltaNet", "Qwen3_5MoeGatedDeltaNet"),
-    }
-)
-_SERVED = frozenset(_COMPARED.split())
-
-
-def is_served(config: Any) -> bool:
-    """Whether a model with this config (that of its decoder) is known to be served by "tensorloop"."""
-    return getattr(config, "model_type", None) in _SERVED
 
 
 def see_later(model: nn.Module) -> list[bool]:
@@ -211,16 +184,6 @@ def refuse_shared(config: Any) -> None:
 def makes_keys_of_latents(config: Any) -> bool:
     """Whether a model caches latents, of which it makes keys and values after `update`, at each step (MLA)."""
     return getattr(config, "kv_lora_rank", None) is not None
-
-
-def asks_by_name(kind: type[nn.Module]) -> bool:
-    """Whether modules of this kind find their attention by the name in their config."""
-    return "ALL_ATTENTION_FUNCTIONS" in inspect.unwrap(kind.forward).__code__.co_names
-
-
-def is_mixer(kind: type[nn.Module]) -> bool:
-    """Whether modules of this kind, no attention, were compared on packed rows."""
-    return kind.__name__ in _MIXERS
 
 
 def skips_masks(config: Any) -> bool:

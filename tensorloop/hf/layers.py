@@ -19,16 +19,33 @@ from tensorloop.hf.attention import autocast, stand_ins
 from tensorloop.tensor_array import TensorArray
 from tensorloop.tensor_array.internals import kind_of
 
+_SLACK = 16  # tokens more than a window that are let go of together
+
 
 class Kind:
-    """Holds what all copies of a layer have in common."""
+    """Holds what all copies of a layer have in common.
+
+    `window` is the model's own: how many tokens one sees, itself among them, which its masks say. `rolling` is the
+    cache's: (how many tokens, how many first ones beside them) a call sees of those before it.
+    """
 
     def __init__(
-        self, config: Any, window: int | None = None, capacity: int | None = None, advice: Advice | None = None
+        self,
+        config: Any,
+        window: int | None = None,
+        capacity: int | None = None,
+        advice: Advice | None = None,
+        rolling: tuple[int, int] | None = None,
     ) -> None:
         self.config, self.window, self.capacity = config, window, capacity
+        self.rolling = rolling if window is None else None
         self.makes_keys = known.makes_keys_of_latents(config)
         self.advice = Advice(config) if advice is None else advice
+
+    @property
+    def width(self) -> int:
+        """How many tokens are seen of those before, 0 for all."""
+        return self.window or (0 if self.rolling is None else self.rolling[0])
 
     @property
     def reads_arrays(self) -> bool:
@@ -41,19 +58,41 @@ class Kind:
 
 
 class ArrayLayer(CacheLayerMixin):
-    """One layer. With a `window`, a query sees that many tokens, itself among them; all stay in the arrays."""
+    """One layer. Tokens that are there are those `before`, then those in the arrays, without `dropped` between them.
+
+    before: (p, B, heads, D), the first tokens of a rolling window, or those that were moved elsewhere; mostly none.
+    """
 
     supports_early_init = False
     is_croppable = True
 
-    def __init__(self, arrays: tuple[TensorArray, TensorArray], kind: Kind) -> None:
+    def __init__(
+        self,
+        arrays: tuple[TensorArray, TensorArray],
+        kind: Kind,
+        dropped: int = 0,
+        before: tuple[Tensor, Tensor] | None = None,
+    ) -> None:
         # Not the base's: it would set keys and values, which are properties here.
         self.arrays, self.kind, self.is_sliding = arrays, kind, kind.window is not None
+        self.dropped, self.before = dropped, before
+        self.forgets = False  # of itself: a loop's carry is the same at each step
 
     @classmethod
     def empty(cls, kind: Kind) -> "ArrayLayer":
         """A layer that holds nothing."""
         return cls((TensorArray(capacity=kind.capacity), TensorArray(capacity=kind.capacity)), kind)
+
+    def like(self, arrays: tuple[TensorArray, TensorArray]) -> "ArrayLayer":
+        """The same with other arrays."""
+        made = ArrayLayer(arrays, self.kind, self.dropped, self.before)
+        made.forgets = self.forgets
+        return made
+
+    @property
+    def missing(self) -> int:
+        """How many tokens are not in the arrays."""
+        return self.dropped + (0 if self.before is None else len(self.before[0]))
 
     @property
     def window(self) -> int | None:
@@ -62,14 +101,14 @@ class ArrayLayer(CacheLayerMixin):
 
     def __repr__(self) -> str:
         window = "" if self.window is None else f", window={self.window}"
-        return f"{type(self).__name__}(tokens={len(self.arrays[0])}{window})"
+        return f"{type(self).__name__}(tokens={self.get_seq_length()}{window})"
 
     # -- what transformers asks
 
     @property
     def is_initialized(self) -> bool:
         """Whether it holds a token."""
-        return len(self.arrays[0]) > 0
+        return self.get_seq_length() > 0
 
     @property
     def keys(self) -> Tensor | None:  # pyright: ignore[reportIncompatibleVariableOverride]
@@ -84,7 +123,7 @@ class ArrayLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """B; an AttributeError before the first token, as transformers asks for it by `hasattr`."""
-        shape = self.arrays[0].element_shape
+        shape = self.arrays[0].element_shape if self.before is None else self.before[0].shape[1:]
         if shape is None or shape[0] is None:
             raise AttributeError("batch_size: the layer holds no token")
         return shape[0]
@@ -93,17 +132,18 @@ class ArrayLayer(CacheLayerMixin):
         """Nothing: the first token makes the arrays."""
 
     def get_seq_length(self) -> int:
-        """Tokens so far."""
-        return len(self.arrays[0])
+        """Tokens so far, those among them that were let go."""
+        return len(self.arrays[0]) + self.missing
 
     def get_max_length(self) -> int:
         """The window, -1 without one."""
         return -1 if self.window is None else self.window
 
     def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        """(keys that `query_length` new tokens will see, the position of the first)."""
+        """(keys that `query_length` new tokens will see, the position of the first, if they were in one piece)."""
         first = self.first_seen(0)
-        return len(self.arrays[0]) + query_length - first, first
+        first -= self._sinks(first)
+        return self.get_seq_length() + query_length - first, first
 
     def update(self, key_states: Tensor, value_states: Tensor, *args: Any, **kwargs: Any) -> tuple[Tensor, Tensor]:
         """Takes in the keys and values (B, heads, t, D) of new tokens; gives those that they see, as views."""
@@ -113,10 +153,11 @@ class ArrayLayer(CacheLayerMixin):
 
     def take_in(self, keys: Tensor, values: Tensor, undo: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
         """Takes in new tokens, as `update` does. `undo` takes them back: for attention that cannot go on with them."""
+        if self.forgets and not torch.is_grad_enabled():  # before: what comes now can be taken back
+            self.forget(slack=max(_SLACK, self.kind.width // 8))
         self.write(keys, values)
         new = keys.shape[2]
-        if self.kind.reads_arrays:
-            start = self.first_seen(new) if self.is_sliding else 0
+        if self.kind.reads_arrays and (start := self.start_of(new)) is not None:
             seen_keys, seen_values = stand_ins(self.arrays, start, (keys, values), undo)
             return seen_keys, seen_values
         self.kind.advice.consider(keys, values)
@@ -144,15 +185,74 @@ class ArrayLayer(CacheLayerMixin):
         of_values.extend(values.permute(2, 0, 1, 3))
 
     def first_seen(self, new: int) -> int:
-        """The first token that the last `new` ones see; with 0, that the next one will see."""
-        window = self.kind.window
-        return 0 if window is None else max(0, len(self.arrays[0]) - new - window + 1)
+        """The first token that the last `new` ones see, apart from sinks; with 0, that the next one will see."""
+        count = self.get_seq_length() - new
+        if self.kind.rolling is not None:
+            first = max(0, count - self.kind.rolling[0])
+            return first if first > self.kind.rolling[1] else 0
+        return 0 if self.kind.window is None else max(0, count - self.kind.window + 1)
+
+    def _sinks(self, first: int) -> int:
+        """How many first tokens are seen beside those from `first` on."""
+        return 0 if self.kind.rolling is None or not first else self.kind.rolling[1]
+
+    def start_of(self, new: int) -> int | None:
+        """The slot of the arrays from which on the last `new` tokens see all, None where they see others too."""
+        first = self.first_seen(new)
+        return None if first < self.missing or self._sinks(first) else first - self.missing
 
     def _seen(self, new: int) -> tuple[Tensor, Tensor]:
         """(keys, values) of what the last `new` tokens see."""
         first = self.first_seen(new)
-        keys, values = (array[first:].permute(1, 2, 0, 3) for array in self.arrays)
+        keys, values = (self._slots(i, first).permute(1, 2, 0, 3) for i in (0, 1))
         return keys, values
+
+    def _slots(self, part: int, first: int) -> Tensor:
+        """Slots (n, B, heads, D) of sinks and of the tokens from `first` on, of keys (0) or values (1)."""
+        array, sinks = self.arrays[part], self._sinks(first)
+        recent = array[max(0, first - self.missing) :]
+        if self.before is None:
+            return torch.cat([array[:sinks], recent]) if sinks else recent
+        before = self.before[part]
+        early = before if sinks else before[max(0, first - self.dropped) :]
+        return torch.cat([early.to(recent.device), recent]) if len(early) else recent
+
+    def forget(self, slack: int = 0) -> None:
+        """Lets tokens go that no later one sees, where they are more than `slack`."""
+        first = self.first_seen(0)
+        sinks = self._sinks(first)
+        start = first - self.missing
+        if first - max(self.missing, sinks) <= slack:
+            return
+        if not sinks:
+            self.before = None
+        elif self.before is None:
+            keys, values = (array[:sinks].clone() for array in self.arrays)
+            self.before = keys, values
+        self.dropped = first - sinks
+        room = len(self.arrays[0]) - start + 2 * max(slack, _SLACK)
+        keys, values = (TensorArray(capacity=room).extend(array[start:]) for array in self.arrays)
+        self.arrays = keys, values
+
+    def detached(self) -> "ArrayLayer":
+        """The same without a graph, and without what no later token sees."""
+        keys, values = (array.detach() for array in self.arrays)
+        made = self.like((keys, values))
+        if self.before is not None:
+            made.before = self.before[0].detach(), self.before[1].detach()
+        made.forget()
+        return made
+
+    def moved(self, move: Callable[[Tensor], Tensor]) -> "ArrayLayer":
+        """The same without a graph, its tokens as `move` makes them, and room for those to come where they come."""
+        made = self.detached()
+        if made.is_initialized:
+            earlier = made.before or (None, None)
+            slots = [array.stack() for array in made.arrays]
+            whole = [x if b is None else torch.cat([b.to(x.device), x]) for b, x in zip(earlier, slots, strict=True)]
+            keys, values = (TensorArray.unstack(x[:0].clone()) for x in slots)
+            made.arrays, made.before = (keys, values), (move(whole[0]), move(whole[1]))
+        return made
 
     def now(self) -> tuple[Tensor, Tensor]:
         """All slots (n, B, heads, D) of keys and of values as they are now, without their graph and in no array."""
@@ -162,7 +262,9 @@ class ArrayLayer(CacheLayerMixin):
 
     def _rows(self, pick: Callable[[Tensor], Tensor]) -> None:
         """Replaces the arrays by what `pick` makes of their slots (n, B, heads, D)."""
-        if self.is_initialized:
+        if self.before is not None:
+            self.before = pick(self.before[0]), pick(self.before[1])
+        if kind_of(self.arrays[0])[0] is not None:
             keys, values = (TensorArray.unstack(pick(array.stack())) for array in self.arrays)
             self.arrays = keys, values
 
@@ -176,13 +278,25 @@ class ArrayLayer(CacheLayerMixin):
             raise ValueError(
                 f"TrainCache.crop: give the number of tokens to remove as a negative number, got {tokens_to_remove}"
             )
+        left = len(self.arrays[0]) + tokens_to_remove
+        if left < 0 and self.missing:
+            raise ValueError(
+                f"TrainCache.crop: {-tokens_to_remove} tokens are to be removed, and {len(self.arrays[0])} can be: "
+                "those before them were let go, or moved elsewhere"
+            )
+        first = self.first_seen(-tokens_to_remove)
+        if self.dropped and first < (self.dropped if self.kind.rolling is None else self.missing):
+            raise ValueError(
+                f"TrainCache.crop: without its last {-tokens_to_remove} tokens the window begins at {first}, which was "
+                "let go"
+            )
         for array in self.arrays:
-            array.truncate(max(0, len(array) + tokens_to_remove))
+            array.truncate(max(0, left))
 
     def reset(self) -> None:
         """Forgets all tokens."""
         keys, values = (TensorArray(capacity=self.kind.capacity) for _ in self.arrays)
-        self.arrays = keys, values
+        self.arrays, self.dropped, self.before = (keys, values), 0, None
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         """Row b becomes a copy of row beam_idx[b]."""
@@ -197,8 +311,8 @@ class ArrayLayer(CacheLayerMixin):
         self._rows(lambda x: x[:, indices.to(x.device)])
 
     def offload(self) -> None:
-        """Refused: arrays stay where their tokens are made."""
-        raise NotImplementedError("TrainCache does not offload; use checkpoints= of a loop with Checkpoints(offload=)")
+        """Refused: it is for layers that take turns on a device."""
+        raise NotImplementedError("TrainCache: layers do not take turns on a device; see TrainCache.offload_to")
 
     prefetch = offload
 

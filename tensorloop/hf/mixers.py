@@ -4,7 +4,6 @@ Each row is padded at its end, where nothing before it can see that, and run by 
 costs in the padded batch, and the rest of the model what packed rows cost.
 """
 
-import inspect
 import weakref
 from functools import partial
 from typing import Any
@@ -12,30 +11,15 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map
-from transformers import PreTrainedModel
-from transformers.modeling_layers import GradientCheckpointingLayer
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.attention import TokenTree
-from tensorloop.hf import known
+from tensorloop.hf.certificate import find_readers, is_mixer
 from tensorloop.hf.packed_attention import CallRows
 from tensorloop.hf.signature import CACHES
 from tensorloop.packed import Dim
 
-_OUTER = (PreTrainedModel, GradientCheckpointingLayer)  # which hand a cache on
 _Layout = tuple[Tensor, Tensor, Tensor]  # of _lay
-
-
-def find_readers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(attention, mixers): the modules below layers that take a cache, by whether they ask for attention by a name."""
-    inner = [x for x in model.modules() if not isinstance(x, _OUTER) and _takes_cache(type(x))]
-    mixers = [x for x in inner if not known.asks_by_name(type(x))]
-    return [x for x in inner if known.asks_by_name(type(x))], mixers
-
-
-def _takes_cache(kind: type) -> bool:
-    names = inspect.signature(kind.forward).parameters  # pyright: ignore[reportFunctionMemberAccess]
-    return "hidden_states" in names and any(name in names for name in CACHES)
 
 
 def run_by_rows(copied: nn.Module, rows: CallRows) -> int:
@@ -43,10 +27,8 @@ def run_by_rows(copied: nn.Module, rows: CallRows) -> int:
     attention, mixers = find_readers(copied)
     layout = _lay(rows.dim, rows.trees)
     for module in mixers:
-        if not known.is_mixer(type(module)):
-            raise WrongValue(
-                f"model has {type(module).__name__}, which has not been compared on packed rows; pad the batch"
-            )
+        if not is_mixer(type(module)):
+            raise WrongValue(f"model has {type(module).__name__}, which was not compared on packed rows; pad the batch")
         plain = vars(module).get("forward")  # another library's, in place of the method
         held = weakref.ref(module)  # a cycle would outlive the graph
         vars(module)["forward"] = partial(_by_rows, held, plain, rows, layout)

@@ -12,8 +12,9 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.attention import TokenTree
 from tensorloop.hf import encoders, known
+from tensorloop.hf.certificate import find_readers
 from tensorloop.hf.heads import Wanted, replace_logits
-from tensorloop.hf.mixers import find_readers, run_by_rows
+from tensorloop.hf.mixers import run_by_rows
 from tensorloop.hf.outputs import pack_output, shorten
 from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows

@@ -5,13 +5,17 @@ found (teacher forcing). A cache of transformers' own is no oracle: where a mode
 otherwise with a cache, both are wrong alike.
 
     python -m tests.support.hf_every           # a line for each configuration, then how many there are of each kind
+    python -m tests.support.hf_every --write   # and writes which layers are right: tensorloop/hf/certificate.json
 """
 
 import contextlib
-import sys
+import json
+import platform
 import warnings
+from argparse import ArgumentParser
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import torch
@@ -21,6 +25,7 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tensorloop import hf
+from tensorloop.hf import certificate, mixers
 from tests.support.hf_models import CACHE
 
 CLOSE = 1e-4  # norms, rotary angles and routers are float32 in many models; what was found wrong was 0.1 and more
@@ -65,6 +70,20 @@ _SIZES: dict[str, Any] = {
 }
 
 
+# Of models with layers of several kinds, those that show all of them.
+_KINDS: dict[str, dict[str, Any]] = {
+    "gemma3n_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2, "activation_sparsity_pattern": [0.0] * 4,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "gemma4_text": {
+        "num_hidden_layers": 4, "num_kv_shared_layers": 2,
+        "layer_types": ["sliding_attention", "full_attention"] * 2,
+    },
+    "jamba": {"num_hidden_layers": 3, "attn_layer_offset": 1, "attn_layer_period": 2},
+    "lfm2": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "moe", "attention"]},
+}  # fmt: skip
 GROUPS = ("causal", "not causal", "encoder-decoder", "speech")  # the second: the first, where tokens see later ones
 
 
@@ -157,7 +176,7 @@ def cases(group: str, name: str) -> Iterator[Case]:
         yield Case(name, model, given, None)
         yield Case(name, model, given, torch.arange(max(lens)) < torch.tensor(lens)[:, None])
         return
-    config, kind = small(CONFIG_MAPPING[name]), transformers.AutoModelForSeq2SeqLM
+    config, kind = small(CONFIG_MAPPING[name], **_KINDS.get(name, {})), transformers.AutoModelForSeq2SeqLM
     if group == "encoder-decoder":
         config.decoder_start_token_id = 1
     else:
@@ -362,9 +381,47 @@ _SPEECH: dict[str, Callable[[], tuple[Any, Tensor, list[int]]]] = {
 }  # fmt: skip
 
 
-def main(names: list[str]) -> None:
+def certified(group: str, name: str) -> dict[str, set[type]]:
+    """The kinds of layers that gave what the model itself gives, padded: by "tensorloop", and on packed rows."""
+    found: dict[str, set[type]] = {"attention": set(), "mixers": set()}
+    try:
+        *_, case = cases(group, name)
+        report = hf.check_attention(case.model, case.given, case.mask, dtype=None, tolerance=CLOSE)
+    except Exception as error:
+        print(f"      not certified: {type(error).__name__}: {str(error)[:120]}")
+        return found
+    kinds = {x.way: x.kind for x in report.checks}
+    attention, mixed = certificate.find_readers(case.model)
+    asked = [kind for way, kind in kinds.items() if "tensorloop" in way]
+    if asked and set(asked) == {"same"}:
+        found["attention"] = {type(x) for x in attention}
+    if kinds.get("packed rows") == "same":
+        found["mixers"] = {type(x) for x in mixed}
+    for x in report.checks:
+        if x.kind not in ("same", "refused"):
+            print(f"      {x.way}: {x.kind}: {x.note[:140]}")
+    return found
+
+
+def write(path: Path, layers: dict[str, set[type]]) -> None:
+    """Writes signatures, each with the names of the classes that have it, and the versions that ran."""
+    made: dict[str, Any] = {}
+    for what, kinds in layers.items():
+        names: dict[str, list[str]] = {}
+        for kind in sorted(kinds, key=lambda x: x.__name__):
+            names.setdefault(certificate.signature(kind), []).append(kind.__name__)
+        made[what] = {key: " ".join(x) for key, x in sorted(names.items(), key=lambda x: x[1])}
+    made["versions"] = {
+        "torch": torch.__version__.split("+")[0], "transformers": transformers.__version__,
+        "python": platform.python_version(),
+    }  # fmt: skip
+    path.write_text(json.dumps(made, indent=2) + "\n", "utf-8")
+
+
+def main(names: list[str], path: Path | None) -> None:
     """Prints a line for each configuration, then the counts."""
     totals: dict[str, Counter[str]] = {}
+    layers: dict[str, set[type]] = {"attention": set(), "mixers": set()}
     for group in GROUPS:
         for name in (x for x in names_of(group) if not names or x in names):
             said = answers(group, name)
@@ -377,9 +434,26 @@ def main(names: list[str]) -> None:
                 *(f"\n      {k}: {x.kind}: {x.why}" for k, x in why.items()),
                 flush=True,
             )
+            if path is not None and group != "not causal" and kind != "not built":
+                found = _of_speech(name, kinds) if group == "speech" else certified(group, name)
+                layers = {key: x | found[key] for key, x in layers.items()}
     for group, count in totals.items():
         print(group, dict(count))
+    if path is not None:
+        write(path, layers)
+
+
+def _of_speech(name: str, kinds: set[str]) -> dict[str, set[type]]:
+    model = next(cases("speech", name)).model
+    attention = certificate.find_readers(model)[0] if "right" in kinds and kinds <= {"right", "refused"} else []
+    return {"attention": {type(x) for x in attention}, "mixers": set()}
 
 
 if __name__ == "__main__":
-    main(sys.argv[1:])
+    parser = ArgumentParser()
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--write", nargs="?", type=Path, const=Path(certificate.__file__).with_suffix(".json"))
+    given = parser.parse_args()
+    if given.write is not None:
+        mixers.is_mixer = lambda kind: True  # what is not known yet is tried
+    main(given.names, given.write)
