@@ -13,10 +13,10 @@ if TYPE_CHECKING:
     from tensorloop.hf.check import AttentionReport as AttentionReport
     from tensorloop.hf.check import check_attention as check_attention
     from tensorloop.hf.checkpointing import checkpoint_layers as checkpoint_layers
-    from tensorloop.hf.completions import completion_logprobs as completion_logprobs
-    from tensorloop.hf.packed import packed_forward as packed_forward
     from tensorloop.hf.rollouts import Rollout as Rollout
     from tensorloop.hf.rollouts import rollout as rollout
+    from tensorloop.hf.rows.completions import completion_logprobs as completion_logprobs
+    from tensorloop.hf.rows.forward import packed_forward as packed_forward
     from tensorloop.hf.search import beam_search as beam_search
     from tensorloop.hf.token_scores import token_logprobs as token_logprobs
 
@@ -25,8 +25,8 @@ _HOMES = {
     "hf.cache": ("TrainCache",),
     "hf.check": ("AttentionReport", "check_attention"),
     "hf.checkpointing": ("checkpoint_layers",),
-    "hf.completions": ("completion_logprobs",),
-    "hf.packed": ("packed_forward",),
+    "hf.rows.completions": ("completion_logprobs",),
+    "hf.rows.forward": ("packed_forward",),
     "hf.rollouts": ("Rollout", "rollout"),
     "hf.search": ("beam_search",),
     "hf.token_scores": ("token_logprobs",),

@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from tensorloop.hf import certificate, known
+from tensorloop.hf.known import ATTENTION
 
-ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 _DROPOUT = ("attention_dropout", "attn_pdrop", "dropout_rate")  # of weights, in configs
 
 

@@ -20,8 +20,7 @@ from tensorloop._torch.autocast import autocasts, is_on
 from tensorloop._torch.versions import version_of
 from tensorloop.attention import Sight, attend_past
 from tensorloop.hf import known
-from tensorloop.hf.advice import ATTENTION
-from tensorloop.hf.known import NOT_READ
+from tensorloop.hf.known import ATTENTION, NOT_READ
 from tensorloop.hf.masks import read
 from tensorloop.hf.packed_views import attend_rows
 from tensorloop.packed.rows.size import longest_of

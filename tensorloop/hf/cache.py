@@ -218,6 +218,16 @@ class TrainCache(DynamicCache):
 
         Raises:
             ValueError: sinks, and a mask with padding, which would be taken for that of other tokens.
+
+        Example:
+            >>> import transformers
+            >>> config = transformers.LlamaConfig(
+            ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            ... )
+            >>> cache = tl.hf.TrainCache(config)
+            >>> _ = cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+            >>> cache.get_mask_sizes(2, 0)
+            (5, 0)
         """
         layer = self.layers[layer_idx]
         if isinstance(layer, ArrayLayer) and layer.kind.rolling is not None and layer.kind.rolling[1]:
@@ -356,7 +366,7 @@ def _to_file(folder: Path, x: Tensor) -> Tensor:
     handle, name = tempfile.mkstemp(dir=folder, suffix=".tensorloop")
     try:
         with os.fdopen(handle, "wb") as file:
-            file.write(memoryview(raw.numpy()))
+            file.write(raw.numpy().data)
         mapped = torch.from_file(name, shared=False, size=raw.numel(), dtype=torch.uint8)
     finally:
         os.unlink(name)

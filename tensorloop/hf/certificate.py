@@ -32,7 +32,7 @@ def known() -> dict[str, Any]:
 
 @cache
 def signature(kind: type[nn.Module]) -> str:
-    """Of the code of a layer: its methods but for the first, without names of types, comments and docstrings."""
+    """Makes a signature of the methods of a layer but the first, without types, comments and docstrings."""
     try:
         found = ast.parse(textwrap.dedent(inspect.getsource(kind))).body[0]
     except (OSError, TypeError, SyntaxError, IndexError):  # made where there is no file

@@ -14,12 +14,12 @@ from torch import Tensor, nn
 from tensorloop._common import arguments
 from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
 from tensorloop.hf import certificate
-from tensorloop.hf.advice import ATTENTION
 from tensorloop.hf.cache import TrainCache
-from tensorloop.hf.packed import packed_forward
+from tensorloop.hf.known import ATTENTION
 from tensorloop.hf.positions import has_table
 from tensorloop.hf.prompt import read_prompt
 from tensorloop.hf.rollouts import rollout
+from tensorloop.hf.rows.forward import packed_forward
 from tensorloop.hf.search import beam_search
 from tensorloop.hf.signature import signature_of
 from tensorloop.packed import PackedTensor
@@ -28,8 +28,8 @@ _OURS = ("hf.", "TrainCache", "attn_implementation=")
 _BEAM = 3
 
 
-class Check(NamedTuple):
-    """What came of one way of running a model."""
+class Tried(NamedTuple):
+    """Holds what came of one way of running a model."""
 
     way: str
     kind: str  # "same", "differs", "refused", "fails"
@@ -39,12 +39,12 @@ class Check(NamedTuple):
 
 @dataclass(frozen=True, eq=False)
 class AttentionReport:
-    """What `check_attention` found; true where nothing differs and nothing fails.
+    """Holds what `check_attention` found; true where nothing differs and nothing fails.
 
     Attributes:
         model: str, the model's class.
         oracle: str, what it was compared with.
-        checks: tuple of `Check` (way, kind, off, note), one for each way of running it.
+        checks: tuple of `Tried` (way, kind, off, note), one for each way of running it.
         known: bool, whether "tensorloop" attention was compared for a model with this code before.
 
     Example:
@@ -59,7 +59,7 @@ class AttentionReport:
 
     model: str
     oracle: str
-    checks: tuple[Check, ...]
+    checks: tuple[Tried, ...]
     known: bool
 
     @property
@@ -215,12 +215,11 @@ def _ways(oracle: _Oracle, own: str, steps: int) -> list[tuple[str, str, _Run]]:
     found: list[tuple[str, str, _Run]] = []
     if not oracle.pairs:
         found += [
-            (f"TrainCache, {own}", own, partial(_cached, oracle)),
             ("one pass, tensorloop", ATTENTION, partial(_padded, oracle)),
-            ("TrainCache, tensorloop", ATTENTION, partial(_cached, oracle)),
             ("packed rows", own, partial(_packed, oracle)),
         ]
     for name in dict.fromkeys((own, ATTENTION)):
+        found += [] if oracle.pairs else [(f"TrainCache, {name}", name, partial(_cached, oracle))]
         found += [
             (f"rollout, {name}", name, partial(_rollout, oracle, steps)),
             (f"beam search, {name}", name, partial(_search, oracle, steps)),
@@ -271,24 +270,24 @@ def _search(oracle: _Oracle, steps: int) -> tuple[Tensor, Callable[[], Tensor]]:
     return hyps.token_scores.values, partial(oracle.forced, rows, hyps.tokens)
 
 
-def _ask(oracle: _Oracle, plain: str, tolerance: float, way: str, attention: str, run: _Run) -> Check:
+def _ask(oracle: _Oracle, plain: str, tolerance: float, way: str, attention: str, run: _Run) -> Tried:
     model, nothing = oracle.model, float("nan")
     try:
         model.set_attn_implementation(attention)
     except (ValueError, ImportError) as error:
-        return Check(way, "refused", nothing, str(error).split("\n")[0])
+        return Tried(way, "refused", nothing, str(error).split("\n")[0])
     try:
         ours, theirs = run()
         mine = _gradients(model, ours)
     except Exception as error:
         kind = "refused" if isinstance(error, Fact) or str(error).startswith(_OURS) else "fails"
-        return Check(way, kind, nothing, f"{type(error).__name__}: {error}".split("\n")[0])
+        return Tried(way, kind, nothing, f"{type(error).__name__}: {error}".split("\n")[0])
     model.set_attn_implementation(plain)
     wanted = theirs()
     others = _gradients(model, wanted)
     values, grads = _off([ours.detach()], [wanted.detach()]), _off(mine, others)
     same = values <= tolerance and grads <= tolerance
-    return Check(way, "same" if same else "differs", max(values, grads), "" if same else _said(values, grads))
+    return Tried(way, "same" if same else "differs", max(values, grads), "" if same else _said(values, grads))
 
 
 def _said(values: float, grads: float) -> str:
@@ -296,7 +295,7 @@ def _said(values: float, grads: float) -> str:
 
 
 def _gradients(model: Any, x: Tensor) -> list[Tensor]:
-    """Of all weights, of a sum that tells all numbers apart; none where nothing is trained."""
+    """Differentiates by all weights a sum that tells all numbers apart; none where nothing is trained."""
     weights = [p for p in model.parameters() if p.requires_grad]
     if not weights or not x.requires_grad:
         return []

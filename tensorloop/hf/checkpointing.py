@@ -132,7 +132,8 @@ class _View(TrainCache):
         layer: Any = self.cache.layers[layer_idx]
         start = layer.start_of(key_states.shape[-2]) if isinstance(layer, ArrayLayer) else None
         if start is not None and layer.kind.reads_arrays:
-            self.read.append(_Read(*layer.now(), start))
+            slots = layer.now()
+            self.read.append(_Read(slots[0], slots[1], start))
         else:
             self.read.append(_Read(keys.detach(), values.detach()))
         return keys, values

@@ -106,8 +106,8 @@ class Decoder:
                 "positions; give prompts of one length at a time"
             )
         if self.learned is not None:
-            windows = any(layer.is_sliding for layer in self.new_cache().layers)
-            given = self.learned.put_before(given, self.embedding, holes and not windows)
+            windows = any(isinstance(x, ArrayLayer) and x.is_sliding for x in self.new_cache().layers)
+            given = _put_before(self.learned, given, self.embedding, holes and not windows)
         check_left(given.mask, holes)
         return given._replace(more=self._read_more(given, more)) if more else given, None
 
@@ -340,3 +340,33 @@ def _first_of(model: Any, *names: str) -> Any:
             if (found := getattr(place, name, None)) is not None:
                 return found
     return None
+
+
+def _put_before(learned: Learned, prompt: Prompt, embedding: Any, gaps: bool) -> Prompt:
+    """The prompt with the virtual tokens: in the cache, or as embeddings after the padding of each row.
+
+    `gaps`: whether padding may stand between what is in the cache and the first token, which a window counts.
+    """
+    rows, count = len(prompt.new), prompt.new.shape[1]
+    if prompt.held:
+        raise WrongValue("past_key_values cannot be given: PEFT's prompt is what the cache of model begins with")
+    ones = torch.ones(rows, learned.tokens, dtype=torch.bool, device=prompt.new.device)
+    mask = None if prompt.mask is None else torch.cat([ones, prompt.mask], 1)
+    made = learned.model.get_prompt(rows)
+    if learned.is_keys and mask is not None and not gaps:
+        raise WrongValue(
+            "attention_mask has padding, which would stand between PEFT's prefix and the tokens: searches, and "
+            "models with windows, take prompts of one length at a time"
+        )
+    if learned.is_keys:
+        return prompt._replace(mask=mask, past=TrainCache.of(made, learned.model.config), held=learned.tokens)
+    new = embedding(prompt.new) if prompt.new.dim() == 2 else prompt.new
+    new = torch.cat([made.to(new.dtype), new], 1)
+    if mask is None or prompt.mask is None:
+        return prompt._replace(new=new)
+    first = prompt.mask.int().argmax(1, keepdim=True)  # of each row, after its padding
+    place = torch.arange(learned.tokens + count, device=new.device) - first
+    order = torch.where(
+        place < 0, place + first + learned.tokens, torch.where(place < learned.tokens, place, place + first)
+    )
+    return prompt._replace(new=new.gather(1, order[..., None].expand_as(new)), mask=mask.gather(1, order))

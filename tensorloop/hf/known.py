@@ -14,6 +14,7 @@ from transformers import PreTrainedModel, cache_utils
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue
 
+ATTENTION = "tensorloop"  # the name of our `attn_implementation`
 NOT_READ = "use another implementation: model.set_attn_implementation('eager'), or 'sdpa' where the model has it"
 # Of keywords that models pass on, those by which no number of attention changes: masks say the windows and the
 # positions, and the rest is about what a model returns or how its loss is counted.

@@ -14,8 +14,9 @@ from transformers.cache_utils import CacheLayerMixin
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._torch.autocast import is_on
 from tensorloop.hf import known
-from tensorloop.hf.advice import ATTENTION, Advice
+from tensorloop.hf.advice import Advice
 from tensorloop.hf.attention import autocast, stand_ins
+from tensorloop.hf.known import ATTENTION
 from tensorloop.tensor_array import TensorArray
 from tensorloop.tensor_array.internals import kind_of
 
@@ -123,7 +124,7 @@ class ArrayLayer(CacheLayerMixin):
     @property
     def batch_size(self) -> int:
         """B; an AttributeError before the first token, as transformers asks for it by `hasattr`."""
-        shape = self.arrays[0].element_shape if self.before is None else self.before[0].shape[1:]
+        shape: Any = self.arrays[0].element_shape if self.before is None else self.before[0].shape[1:]
         if shape is None or shape[0] is None:
             raise AttributeError("batch_size: the layer holds no token")
         return shape[0]

@@ -14,9 +14,10 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, facts_of, named
 from tensorloop._common.keywords import hints
 from tensorloop.hf import known
-from tensorloop.hf.advice import ATTENTION, warn
+from tensorloop.hf.advice import warn
 from tensorloop.hf.decoder import Decoder
 from tensorloop.hf.hypotheses import Beams, clear_padding, show_cache
+from tensorloop.hf.known import ATTENTION
 from tensorloop.hf.layers import ArrayLayer
 from tensorloop.hf.processors import as_processor
 from tensorloop.hf.prompt import Prompt, Source, count_steps

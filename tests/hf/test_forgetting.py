@@ -29,6 +29,10 @@ def held(cache: Any) -> int:
     return sum(seen.values())
 
 
+def first_layer(cache: Any) -> Any:
+    return cache.layers[0]
+
+
 def step(model: Any, cache: Any, ids: Tensor) -> Tensor:
     return model(ids, **{CACHE: cache}, use_cache=True).logits
 
@@ -153,8 +157,7 @@ def test_a_detached_cache_is_its_own() -> None:
     twin = cache.detach()
     decode(model, twin, IDS[:, 4:6])
     assert (cache.get_seq_length(), twin.get_seq_length()) == (4, 6)
-    assert cache.layers[0].keys is not None
-    assert cache.layers[0].keys.requires_grad
+    assert first_layer(cache).keys.requires_grad
     hybrid = transformers.Qwen3NextConfig(
         vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=4, layer_types=["linear_attention", "full_attention"], num_experts=4,
@@ -188,7 +191,8 @@ def rolled(model: Any, ids: Tensor, sizes: list[int], window: int, sinks: int) -
         logits = model(
             ids[:, done : done + size], **{CACHE: cache}, attention_mask=mask, position_ids=places, use_cache=True
         ).logits
-        news = [(x.keys[:, :, len(kept) :], x.values[:, :, len(kept) :]) for x in cache.layers]
+        layers: list[Any] = cache.layers
+        news = [(x.keys[:, :, len(kept) :], x.values[:, :, len(kept) :]) for x in layers]
         keys = [
             pair if not keys else (torch.cat([keys[i][0], pair[0]], 2), torch.cat([keys[i][1], pair[1]], 2))
             for i, pair in enumerate(news)
@@ -283,7 +287,7 @@ def test_an_offloaded_cache_reads_the_same(name: str, attention: str, tmp_path: 
         again = hf.TrainCache(model.config)
         step(model, again, IDS[:, :50])
         again = again.offload_to(place)
-        assert not again.layers[0].keys.requires_grad  # pyright: ignore[reportOptionalMemberAccess]
+        assert not first_layer(again).keys.requires_grad
         logits = decode(model, again, IDS[:, 50:])
         torch.testing.assert_close(logits, true[:, 50:])
         plain = hf.TrainCache(model.config)
@@ -304,10 +308,11 @@ def test_a_file_holds_the_same_bits(dtype: torch.dtype, tmp_path: Path) -> None:
         for x in (cache, moved):
             x.batch_select_indices(rows)
             x.batch_repeat_interleave(2)
-        for x, y in zip(cache.layers, moved.layers, strict=True):
-            assert torch.equal(x.keys, y.keys)  # pyright: ignore[reportArgumentType]
-            assert torch.equal(x.values, y.values)  # pyright: ignore[reportArgumentType]
-        assert moved.layers[0].batch_size == 4  # pyright: ignore[reportAttributeAccessIssue]
+        pairs: Any = zip(cache.layers, moved.layers, strict=True)
+        for x, y in pairs:
+            assert torch.equal(x.keys, y.keys)
+            assert torch.equal(x.values, y.values)
+        assert first_layer(moved).batch_size == 4
 
 
 def test_bad_input(tmp_path: Path) -> None:

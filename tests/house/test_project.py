@@ -117,7 +117,7 @@ def test_the_wheel_holds_the_package_and_imports(built: Path, tmp_path: Path):
         archive.extractall(tmp_path / "unpacked")
     roots = {"tensorloop": ROOT / "tensorloop", "tensorloop_cuda": ROOT / "cuda" / "tensorloop_cuda"}
     wanted = {f"{name}/{p.relative_to(root).as_posix()}" for name, root in roots.items() for p in root.rglob("*.py")}
-    assert shipped == wanted | {"tensorloop/py.typed"}
+    assert shipped == wanted | {"tensorloop/py.typed", "tensorloop/hf/certificate.json"}
     code = (
         "import tensorloop as tl; from importlib.metadata import version\n"
         "print(tl.__file__, tl.__version__, version('tensorloop'), len(tl.TensorArray()))"

@@ -26,7 +26,8 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "compiler.targets.cpu": (10, 4, 14),
     "compiler.targets.graphs": (10, 5, 20),
     "compiler.targets.ptx": (6, 4, 7),
-    "hf": (24, 8, 59),
+    "hf": (24, 9, 65),  # 0056
+    "hf.rows": (8, 4, 13),
     "kernels": (9, 5, 13),
     "kernels.cpu": (20, 4, 51),
     "kernels.eager": (11, 2, 2),

@@ -25,7 +25,8 @@ from transformers.models.auto import modeling_auto
 from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
 from tensorloop import hf
-from tensorloop.hf import certificate, mixers
+from tensorloop.hf import certificate
+from tensorloop.hf.rows import mixers
 from tests.support.hf_models import CACHE
 
 CLOSE = 1e-4  # norms, rotary angles and routers are float32 in many models; what was found wrong was 0.1 and more

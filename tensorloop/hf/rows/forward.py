@@ -11,14 +11,16 @@ from transformers.cache_utils import get_layer_types_and_kwargs
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop.attention import TokenTree
-from tensorloop.hf import encoders, known
+from tensorloop.hf import known
 from tensorloop.hf.certificate import find_readers
-from tensorloop.hf.heads import Wanted, replace_logits
-from tensorloop.hf.mixers import run_by_rows
-from tensorloop.hf.outputs import pack_output, shorten
-from tensorloop.hf.packed_attention import CallRows, copy_for_rows
 from tensorloop.hf.positions import Numbering, check_rows, find_numbering, number_rows
 from tensorloop.hf.prefixes import Learned
+from tensorloop.hf.rows import encoders
+from tensorloop.hf.rows.attention import CallRows, copy_for_rows
+from tensorloop.hf.rows.heads import Wanted, replace_logits
+from tensorloop.hf.rows.learned import fill, lengthen
+from tensorloop.hf.rows.mixers import run_by_rows
+from tensorloop.hf.rows.outputs import pack_output, shorten
 from tensorloop.hf.signature import CACHES, signature_of
 from tensorloop.packed import Dim, PackedTensor
 
@@ -55,6 +57,9 @@ def packed_forward(model: nn.Module, ids: PackedTensor, *, return_dict: bool = F
     """Runs a decoder-only model or an encoder on rows of unequal length without padding, and gives its logits.
 
     Each row has the positions that the model gives it alone.
+
+        logits = tl.hf.packed_forward(model, ids)
+        out = tl.hf.packed_forward(model, ids, return_dict=True, output_hidden_states=True)
 
     Args:
         model: a model of transformers, as it is, or wrapped (DDP, FSDP2, PEFT); its attention may be of any
@@ -99,10 +104,10 @@ def packed_forward(model: nn.Module, ids: PackedTensor, *, return_dict: bool = F
     check_model(model)
     check_ids(ids, "ids")
     learned = Learned.find(model)
-    rows = ids if learned is None else learned.lengthen(ids)
+    rows = ids if learned is None else lengthen(learned, ids)
     _check_fit(inner, rows, options, whole=return_dict)
     out = _run(model, inner, lay_rows(rows, find_numbering(inner)), options, None)
-    count = 0 if learned is None else learned.count
+    count = 0 if learned is None else learned.tokens
     if return_dict:
         return pack_output(out, rows.dims[0], count)
     found = PackedTensor(_scores(out)[0], rows.dims[0])
@@ -131,7 +136,7 @@ def score_rows(
 def _run(
     model: nn.Module, inner: PreTrainedModel, laid: LaidRows, options: dict[str, Any], wanted: Wanted | None
 ) -> Any:
-    """What a model gives for all tokens (1, N, ...), or what is wanted of its logits at some places."""
+    """Runs a model for all tokens (1, N, ...), or for what is wanted of its logits at some places."""
     if not len(laid.ids):  # models do not take nothing, and who shares their gradients must run them all the same
         one = PackedTensor(laid.ids.new_zeros(1), [1])
         return shorten(_run(model, inner, lay_rows(one, find_numbering(inner)), options, None), wanted)
@@ -139,7 +144,7 @@ def _run(
     copied = copy_for_rows(model, rows)
     if (learned := Learned.find(copied)) is not None:
         routed = wanted.router if wanted is not None else bool(options.get("output_router_logits"))
-        learned.fill(rows, laid.dim, routed)
+        fill(learned, rows, laid.dim, routed)
     text = inner.config.get_text_config(decoder=True)
     alike = {*get_layer_types_and_kwargs(text)[0]} <= _KINDS
     layers = text.num_hidden_layers if alike else run_by_rows(copied, rows)

@@ -10,10 +10,11 @@ from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue, named
 from tensorloop.attention import TokenTree
 from tensorloop.hf.distribution import Distribution
-from tensorloop.hf.heads import Wanted
-from tensorloop.hf.packed import LaidRows, check_ids, check_model, lay_rows, score_rows
 from tensorloop.hf.positions import Numbering, find_numbering, number_rows
 from tensorloop.hf.prefixes import Learned
+from tensorloop.hf.rows.forward import LaidRows, check_ids, check_model, lay_rows, score_rows
+from tensorloop.hf.rows.heads import Wanted
+from tensorloop.hf.rows.learned import lengthen
 from tensorloop.hf.token_scores import Scoring
 from tensorloop.packed import PackedTensor
 
@@ -128,7 +129,7 @@ def completion_logprobs(
     if (learned := Learned.find(model)) is not None:
         if learned.is_keys:  # which have no states that predict a token
             _check_rows(prompts, completions, group)
-        prompts = learned.lengthen(prompts)
+        prompts = lengthen(learned, prompts)
     _check_rows(prompts, completions, group)
     laid, places = lay_completions(prompts, completions, group, find_numbering(inner))
     tokens = completions.values
@@ -138,8 +139,9 @@ def completion_logprobs(
 
     arguments.as_bool(return_aux_loss, "return_aux_loss")
     found, aux = score_rows(model, inner, laid, options, Wanted(places, scoring.chunk_size, score, return_aux_loss))
-    parts = *(completions._with(x) for x in found.unbind(1)), *(() if aux is None else (aux,))
-    return parts if len(parts) > 1 else parts[0]
+    parts: list[Any] = [completions._with(x) for x in found.unbind(1)]
+    parts += [] if aux is None else [aux]
+    return tuple(parts) if len(parts) > 1 else parts[0]
 
 
 def _check_packed(prompts: Any, completions: Any) -> None:

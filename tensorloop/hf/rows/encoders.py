@@ -8,8 +8,8 @@ from transformers import PreTrainedModel
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.hf import known
-from tensorloop.hf.advice import ATTENTION
-from tensorloop.hf.packed_attention import CallRows, copy_for_rows
+from tensorloop.hf.known import ATTENTION
+from tensorloop.hf.rows.attention import CallRows, copy_for_rows
 from tensorloop.hf.signature import signature_of
 from tensorloop.packed import PackedTensor
 

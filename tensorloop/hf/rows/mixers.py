@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 from tensorloop._common.errors import WrongValue
 from tensorloop.attention import TokenTree
 from tensorloop.hf.certificate import find_readers, is_mixer
-from tensorloop.hf.packed_attention import CallRows
+from tensorloop.hf.rows.attention import CallRows
 from tensorloop.hf.signature import CACHES
 from tensorloop.packed import Dim
 

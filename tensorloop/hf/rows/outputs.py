@@ -7,7 +7,7 @@ from transformers.modeling_outputs import MoeCausalLMOutputWithPast
 from transformers.utils.generic import ModelOutput
 
 from tensorloop._common.errors import WrongType
-from tensorloop.hf.heads import Wanted
+from tensorloop.hf.rows.heads import Wanted
 from tensorloop.packed import Dim, PackedTensor
 
 
