@@ -1,4 +1,4 @@
-"""What trainers of language models compute, ported: GRPO and DPO, beside padded batches and, where it is there, TRL."""
+"""What trainers of models compute, as recipes: GRPO and DPO beside TRL, Coconut beside whole sequences run again."""
 
 import copy
 from typing import Any
@@ -10,8 +10,8 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tensorloop as tl
-from docs.examples.recipes import dpo, grpo
-from tensorloop import hf
+from docs.examples.recipes import coconut, dpo, grpo
+from tensorloop import hf, memory
 from tests.support.hf_models import VOCABULARY, model_of
 
 GROUP, HEAT, LONGEST = 3, 0.7, 7
@@ -142,6 +142,56 @@ def test_a_step_of_grpo_raises_the_reward(updates: int) -> None:
         for _ in range(12)
     ]
     assert sum(rewards[-3:]) > sum(rewards[:3]) + 0.6
+
+
+# -- thoughts
+
+
+@pytest.mark.parametrize("thoughts", [0, 1, 5])
+@pytest.mark.parametrize("attention", ["sdpa", hf.ATTENTION])
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoints", [None, 2])
+def test_coconut_is_whole_sequences_run_again(
+    kind: str, attention: str, thoughts: int, checkpoints: int | None
+) -> None:
+    model = _model(kind)
+    question, mask = grpo.pad_left(_rows([5, 2, 4]))
+    answer = _rows([3, 3, 3]).values.view(3, 3)
+    expected = coconut.plain_loss(model, question, mask, answer, thoughts)
+    grads = _grads(model, expected)
+    model.set_attn_implementation(attention)
+    found = coconut.compute_loss(model, question, mask, answer, thoughts, checkpoints=checkpoints)
+    torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(_grads(model, found), grads, rtol=1e-9, atol=1e-9)
+
+
+def test_bytes_of_thoughts() -> None:
+    """Kept for backward by n and by 2 n thoughts: the sequence run again grows as the square."""
+    model = model_of("grouped", hf.ATTENTION, torch.float32)
+    question, mask = torch.randint(3, VOCABULARY, (4, 8)), torch.ones(4, 8, dtype=torch.int64)
+
+    def kept(thoughts: int, loss: Any, **options: Any) -> int:
+        return memory.saved_bytes(lambda: loss(model, question, mask, question[:, :1], thoughts, **options))
+
+    few, many, most = (kept(n, coconut.compute_loss) for n in (10, 20, 40))
+    assert most - many == pytest.approx(2 * (many - few), rel=0.15)  # arrays have room for a power of 2
+    assert most < kept(40, coconut.plain_loss) / 15
+    assert kept(40, coconut.compute_loss, checkpoints=4) < most / 3
+
+
+def test_thoughts_learn() -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    model = model_of("gpt2", dtype=torch.float32)
+    adam, losses = torch.optim.Adam(model.parameters(), 1e-2), []
+    for _ in range(40):
+        question, answer = coconut.make_walks(64, 4, 2, generator)
+        loss = coconut.compute_loss(model, question, torch.ones_like(question), answer, 2, checkpoints=1)
+        adam.zero_grad()
+        loss.backward()
+        adam.step()
+        losses.append(loss.item())
+    assert sum(losses[-5:]) / 5 < 1.45 < 3 < losses[0]  # at random among four nodes it is 1.39
 
 
 # -- beside TRL's own trainers, whose head computes in float32, and here in float64 too
