@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tensorloop as tl
-from docs.examples.recipes import coconut, dpo, grpo
+from docs.examples.recipes import coconut, dpo, eagle, grpo
 from tensorloop import hf, memory
 from tests.support.hf_models import VOCABULARY, model_of
 
@@ -192,6 +192,87 @@ def test_thoughts_learn() -> None:
         adam.step()
         losses.append(loss.item())
     assert sum(losses[-5:]) / 5 < 1.45 < 3 < losses[0]  # at random among four nodes it is 1.39
+
+
+# -- a draft head
+
+
+def _known(kind: str, length: int = 8) -> tuple[Any, tuple[Tensor, Tensor, Tensor], Tensor]:
+    torch.manual_seed(2)
+    target = _model(kind)
+    ids = torch.randint(3, VOCABULARY, (3, length))
+    draft = eagle.Draft(16, 4, VOCABULARY).double()
+    return draft, eagle.read_target(target, ids, (0, 1, 2)), torch.tensor([length, length - 3, 2])
+
+
+def _masked(draft: eagle.Draft, known: tuple[Tensor, Tensor, Tensor], lens: Tensor, steps: int) -> Tensor:
+    """The losses by attention of all places of all steps to all, with a mask that says who sees whom."""
+    states, (_, tokens, goals) = draft.fuse(known[0]), known
+    T, keys, values, losses = tokens.shape[1], [], [], []
+    for k in range(steps):
+        shifted = torch.zeros_like(tokens)
+        shifted[:, : T - 1 - k] = tokens[:, 1 + k :]
+        q, key, value = draft.look(states, shifted, torch.arange(T) + k)
+        keys.append(key)
+        values.append(value)
+        mask = torch.cat([torch.ones(T, T).tril(), *[torch.eye(T)] * k], 1).bool()
+        seen = nn.functional.scaled_dot_product_attention(q, torch.cat(keys, 2), torch.cat(values, 2), attn_mask=mask)
+        states = draft.end(states, seen)
+        log_probs = draft.head(draft.of_head(states)).log_softmax(-1)
+        terms = [
+            -(goals[b, t + 1 + k] * log_probs[b, t]).sum()
+            for b in range(len(lens))
+            for t in range(int(lens[b]) - 1 - k)
+        ]
+        losses.append(torch.stack(terms).mean())
+    return torch.stack(losses)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("checkpoints", [None, 1, 3])
+def test_a_training_time_test_is_attention_with_a_mask(kind: str, checkpoints: int | None) -> None:
+    draft, known, lens = _known(kind)
+    found = eagle.compute_losses(draft, known, lens, 5, checkpoints=checkpoints)
+    expected = _masked(draft, known, lens, 5)
+    torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
+    _same(draft, eagle.total(found), eagle.total(expected))
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_its_steps_are_those_of_drafting(kind: str) -> None:
+    """At each place: a causal layer over the model's states up to there, then over its own, one after another."""
+    draft, (states, tokens, _), _ = _known(kind)
+    fused, T = draft.fuse(states), tokens.shape[1]
+    kept, steps = eagle.Kept(tl.TensorArray(), tl.TensorArray(), fused), []
+    for k in range(4):
+        kept = draft.step(kept, nn.functional.pad(tokens[:, 1 + k :], (0, 0, 0, 1 + k)))
+        steps.append(kept.states)
+    for t in range(T - 4):
+        rows = fused[:, : t + 1]
+        for k in range(4):
+            n = rows.shape[1]
+            q, key, value = draft.look(rows, tokens[:, 1 : n + 1], torch.arange(n))
+            seen = nn.functional.scaled_dot_product_attention(q, key, value, is_causal=True)
+            new = draft.end(rows, seen)[:, -1:]
+            torch.testing.assert_close(steps[k][:, t], new[:, 0], rtol=1e-10, atol=1e-10)
+            rows = torch.cat([rows, new], 1)
+
+
+def test_a_draft_head_learns_all_its_steps_and_keeps_one() -> None:
+    draft, known, lens = _known("gpt2", 24)
+    kept = {
+        k: memory.saved_bytes(lambda k=k: eagle.compute_losses(draft, known, lens, 7, checkpoints=k)) for k in (None, 1)
+    }
+    assert kept[1] < kept[None] / 3
+    adam = torch.optim.Adam(draft.parameters(), 1e-2)
+    seen = []
+    for _ in range(20):
+        losses = eagle.compute_losses(draft, known, lens, 5, checkpoints=1)
+        adam.zero_grad()
+        eagle.total(losses).backward()
+        adam.step()
+        seen.append(losses.detach())
+    assert (seen[-1] < seen[0] - 0.1).all()
 
 
 # -- beside TRL's own trainers, whose head computes in float32, and here in float64 too
