@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tensorloop as tl
-from docs.examples.recipes import coconut, dpo, eagle, grpo
+from docs.examples.recipes import coconut, dpo, eagle, grpo, self_forcing
 from tensorloop import hf, memory
 from tests.support.hf_models import VOCABULARY, model_of
 
@@ -39,12 +39,18 @@ class _Rotary(LlamaRotaryEmbedding):
 def _model(kind: str, **options: Any) -> Any:
     """A model that computes all in float64, a Llama's norms and angles too."""
     model = model_of(kind, **options)
-    if kind == "gpt2":
-        return model
-    for layer in model.model.layers:
-        layer.input_layernorm, layer.post_attention_layernorm = (nn.RMSNorm(16, 1e-6).double() for _ in range(2))
-    model.model.norm, model.model.rotary_emb = nn.RMSNorm(16, 1e-6).double(), _Rotary(model.config)
+    if kind != "gpt2":
+        _be_exact(model.model)
     return model
+
+
+def _be_exact(model: Any) -> None:
+    def norm() -> nn.RMSNorm:
+        return nn.RMSNorm(model.config.hidden_size, 1e-6).double()
+
+    for layer in model.layers:
+        layer.input_layernorm, layer.post_attention_layernorm = norm(), norm()
+    model.norm, model.rotary_emb = norm(), _Rotary(model.config)
 
 
 def _other(model: Any, scale: float = 0.05) -> Any:
@@ -273,6 +279,96 @@ def test_a_draft_head_learns_all_its_steps_and_keeps_one() -> None:
         adam.step()
         seen.append(losses.detach())
     assert (seen[-1] < seen[0] - 0.1).all()
+
+
+# -- videos
+
+
+def _blockwise(model: Any, noise: Tensor) -> Tensor:
+    """Videos without a cache: each step of each frame runs all frames, with a mask of blocks."""
+    P, C = self_forcing.POINTS, self_forcing.CHANNELS
+    made: list[Tensor] = []
+    for given in noise:
+        clean = torch.zeros_like(given[0])
+        for time, fresh in zip(self_forcing.TIMES, given, strict=True):
+            rows = torch.cat([*made, (1 - time) * clean + time * fresh], 1)
+            times = torch.zeros(rows.shape[1], 1).double()
+            times[-P:] = time
+            block = torch.arange(rows.shape[1]) // P
+            seen = (block[:, None] >= block)[None, None]
+            told = model.read(torch.cat([rows, times.expand(len(rows), -1, 1)], -1))
+            states = model.body(inputs_embeds=told, attention_mask=seen, use_cache=False).last_hidden_state
+            clean = model.say(states[:, -P:])
+        made.append(clean)
+    assert made[0].shape[1:] == (P, C)
+    return torch.stack(made)
+
+
+def _video(attention: str = hf.ATTENTION) -> Any:
+    torch.manual_seed(0)
+    model = self_forcing.Video(16).double()
+    _be_exact(model.body)
+    model.body.set_attn_implementation(attention)
+    return model
+
+
+@pytest.mark.parametrize("attention", ["sdpa", hf.ATTENTION])
+@pytest.mark.parametrize("checkpoints", [None, 1, 3])
+def test_self_forcing_is_all_frames_run_again(attention: str, checkpoints: int | None) -> None:
+    model = _video(attention)
+    noise = self_forcing.draw_noise(5, 3, torch.Generator().manual_seed(0)).double()
+    expected = _blockwise(_video("sdpa"), noise)
+    real = self_forcing.real_videos(5, 4, torch.Generator().manual_seed(1)).double()
+    for videos in (
+        self_forcing.make_videos(model, noise, checkpoints=checkpoints),
+        self_forcing.plain_videos(model, noise),
+    ):
+        torch.testing.assert_close(videos, expected, rtol=1e-9, atol=1e-9)
+    other = _video("sdpa")
+    used = [name for name, _ in model.named_parameters() if "embed_tokens" not in name]
+    found, true = (
+        torch.autograd.grad(
+            self_forcing.energy_distance(make(of), real), [dict(of.named_parameters())[name] for name in used]
+        )
+        for of, make in (
+            (model, lambda of: self_forcing.make_videos(of, noise, checkpoints=checkpoints)),
+            (other, lambda of: _blockwise(of, noise)),
+        )
+    )
+    torch.testing.assert_close(found, true, rtol=1e-9, atol=1e-9)
+
+
+def test_bytes_of_videos() -> None:
+    """Kept for backward by 8, 16 and 32 frames: a cache that concatenates grows as the square."""
+    model, generator = self_forcing.Video(16), torch.Generator().manual_seed(0)
+
+    def kept(frames: int, make: Any, **options: Any) -> int:
+        noise = self_forcing.draw_noise(frames, 4, generator)
+        return memory.saved_bytes(lambda: make(model, noise, **options).sum())
+
+    few, many, most = (kept(n, self_forcing.make_videos) for n in (8, 16, 32))
+    assert most - many == pytest.approx(2 * (many - few), rel=0.15)
+    assert most < kept(32, self_forcing.plain_videos) / 2
+    assert kept(32, self_forcing.make_videos, checkpoints=4) < most / 4
+
+
+def test_videos_come_nearer_to_real_ones() -> None:
+    torch.manual_seed(0)
+    model, generator = self_forcing.Video(16), torch.Generator().manual_seed(0)
+
+    def teach() -> Tensor:
+        return self_forcing.denoising_loss(model, self_forcing.real_videos(3, 32, generator), generator)
+
+    def force() -> Tensor:
+        videos = self_forcing.make_videos(model, self_forcing.draw_noise(3, 32, generator), checkpoints=1)
+        return self_forcing.energy_distance(videos, self_forcing.real_videos(3, 32, generator))
+
+    for loss, updates in ((teach, 30), (force, 25)):
+        losses = self_forcing.train(model, loss, updates, 5e-3)
+        assert losses[-1] < 0.7 * losses[0]
+    same = self_forcing.real_videos(3, 64, generator)
+    assert float(self_forcing.off_the_square(same).max()) < 1e-5
+    assert abs(float(self_forcing.energy_distance(same, self_forcing.real_videos(3, 64, generator)))) < 0.2
 
 
 # -- beside TRL's own trainers, whose head computes in float32, and here in float64 too

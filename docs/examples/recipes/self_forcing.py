@@ -34,7 +34,8 @@ class Video(nn.Module):
         super().__init__()
         config = LlamaConfig(
             vocab_size=1, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-            num_attention_heads=4, max_position_embeddings=4096, attn_implementation=hf.ATTENTION,
+            num_attention_heads=4, max_position_embeddings=4096, attn_implementation=hf.ATTENTION, bos_token_id=None,
+            eos_token_id=None,
         )  # fmt: skip
         self.body = LlamaModel(config)
         self.read, self.say = nn.Linear(CHANNELS + 1, width), nn.Linear(width, CHANNELS)
