@@ -82,8 +82,8 @@ def test_a_step_that_takes_back_what_it_wrote_first(checkpoints: int) -> None:
         return a.append(x * tried), tried * a.stack().sum(0)
 
     found = []
-    for options in ({}, {"checkpoints": checkpoints}):
-        array, ys = tl.scan(body, tl.TensorArray(), xs, **options)
+    for kept in (None, checkpoints):
+        array, ys = tl.scan(body, tl.TensorArray(), xs, checkpoints=kept)
         found.append((array.stack(), ys, *torch.autograd.grad(ys.sin().sum() + array.stack().sum(), xs)))
     torch.testing.assert_close(*found)
 

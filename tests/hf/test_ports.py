@@ -192,7 +192,7 @@ def test_thoughts_learn() -> None:
     adam, losses = torch.optim.Adam(model.parameters(), 1e-2), []
     for _ in range(40):
         question, answer = coconut.make_walks(64, 4, 2, generator)
-        loss = coconut.compute_loss(model, question, torch.ones_like(question), answer, 2, checkpoints=1)
+        loss = coconut.compute_loss(model, question, torch.ones_like(question), answer, 2)
         adam.zero_grad()
         loss.backward()
         adam.step()
@@ -360,7 +360,7 @@ def test_videos_come_nearer_to_real_ones() -> None:
         return self_forcing.denoising_loss(model, self_forcing.real_videos(3, 32, generator), generator)
 
     def force() -> Tensor:
-        videos = self_forcing.make_videos(model, self_forcing.draw_noise(3, 32, generator), checkpoints=1)
+        videos = self_forcing.make_videos(model, self_forcing.draw_noise(3, 32, generator))
         return self_forcing.energy_distance(videos, self_forcing.real_videos(3, 32, generator))
 
     for loss, updates in ((teach, 30), (force, 25)):

@@ -34,10 +34,10 @@ class Video(nn.Module):
         super().__init__()
         config = LlamaConfig(
             vocab_size=1, hidden_size=width, intermediate_size=2 * width, num_hidden_layers=layers,
-            num_attention_heads=4, max_position_embeddings=4096, attn_implementation=hf.ATTENTION, bos_token_id=None,
-            eos_token_id=None,
+            num_attention_heads=4, max_position_embeddings=4096, bos_token_id=None, eos_token_id=None,
         )  # fmt: skip
         self.body = LlamaModel(config)
+        self.body.set_attn_implementation(hf.ATTENTION)
         self.read, self.say = nn.Linear(CHANNELS + 1, width), nn.Linear(width, CHANNELS)
 
     def forward(self, frames: Tensor, time: float | Tensor, cache: Any) -> Tensor:
@@ -100,8 +100,11 @@ def denoising_loss(model: Video, videos: Tensor, generator: torch.Generator) -> 
 
 
 def energy_distance(made: Tensor, real: Tensor) -> Tensor:
-    """How far two sets of videos (F, B, P, C) are apart as distributions; 0 where they are the same (Székely 2003)."""
-    x, y = (v.transpose(0, 1).flatten(1) for v in (made, real))
+    """How far the motions of two sets of videos (F, B, P, C) are apart as distributions (Székely 2003).
+
+    A motion is two frames that follow each other. Those of videos of any length can be compared.
+    """
+    x, y = (torch.cat([v[:-1], v[1:]], -1).flatten(0, 1).flatten(1) for v in (made, real))
     pairs = [(2.0, x, y), (-1.0, x, x), (-1.0, y, y)]
     counts = [len(a) * (len(b) - 1 if a is b else len(b)) for _, a, b in pairs]
     terms = [w * apart(a, b).sum() / n for (w, a, b), n in zip(pairs, counts, strict=True)]
