@@ -85,7 +85,7 @@ class Buffer(Store):
         self.masks: dict[int, Tensor] = {}  # of waiting slots: rows that hold the value, the others hold 0
         self.rows: UnstackedRows | None = None
         self.born = scope.newest_serial()
-        self.overwritten = False  # ever, by this array
+        self.overwritten = False  # ever, by this array; or forgotten, as what is appended then overwrites it
         self.reader: int | None = None  # the thread of a checkpointed loop that runs and has read it
         self.live: LiveBlock | None = None  # of slots that have not been overwritten since somebody asked
         self.held: list[ref[LiveBlock]] = []  # all on this block that are in use; each has no fewer slots of it
@@ -170,7 +170,7 @@ class Buffer(Store):
         kept, waits = min(length, filled), max(0, length - filled)
         del self.waiting[waits:], self.versions[waits:]
         self.masks = {slot: rows for slot, rows in self.masks.items() if slot < length}
-        self.length, self.rows, self.live = length, None, None
+        self.length, self.rows, self.live, self.overwritten = length, None, None, True
         if self.token is not None and self.token.shape[0] > kept:
             with recording():
                 self.token = self.token[:kept]

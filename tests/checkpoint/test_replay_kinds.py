@@ -71,6 +71,23 @@ def test_tensors_without_numbers(plan: Any, random: bool) -> None:
     assert torch.equal(torch.get_rng_state(), state)
 
 
+@pytest.mark.parametrize("checkpoints", [1, 3])
+def test_a_step_that_takes_back_what_it_wrote_first(checkpoints: int) -> None:
+    """The array is another's where the step runs again: it has slots, though none before it."""
+    xs = torch.randn(3, 2, dtype=torch.float64, requires_grad=True)
+
+    def body(a: tl.TensorArray, x: Tensor) -> tuple[tl.TensorArray, Tensor]:
+        tried = a.append(x.sin()).stack().sum(0)
+        a.truncate(len(a) - 1)
+        return a.append(x * tried), tried * a.stack().sum(0)
+
+    found = []
+    for kept in (None, checkpoints):
+        array, ys = tl.scan(body, tl.TensorArray(), xs, checkpoints=kept)
+        found.append((array.stack(), ys, *torch.autograd.grad(ys.sin().sum() + array.stack().sum(), xs)))
+    torch.testing.assert_close(*found)
+
+
 @pytest.mark.parametrize("checkpoints", [1, 2, 6])
 def test_a_step_that_cuts_its_array_short(checkpoints: int) -> None:
     xs = torch.randn(6, 3, dtype=torch.float64, requires_grad=True)

@@ -1,6 +1,6 @@
 """The pictures of docs/recipes.md: what each recipe does, and the bytes it keeps for backward over the number of steps.
 
-python -m docs.examples.recipes.pictures [ode diffusion act kalman rnnt]
+python -m docs.examples.recipes.pictures [ode diffusion act kalman rnnt self_forcing]
 """
 
 import copy
@@ -17,7 +17,7 @@ from matplotlib.axes import Axes
 from torch import Tensor, nn
 
 import tensorloop as tl
-from docs.examples.recipes import act, diffusion, kalman, ode, rnnt
+from docs.examples.recipes import act, diffusion, kalman, ode, rnnt, self_forcing
 from tensorloop import memory
 
 matplotlib.use("agg")
@@ -209,7 +209,50 @@ def draw_rnnt(left: Axes, right: Axes) -> None:
     bytes_over(right, (16, 32, 64, 128), ways, "frames (10 labels of 256)")
 
 
-PICTURES = {"ode": draw_ode, "diffusion": draw_diffusion, "act": draw_act, "kalman": draw_kalman, "rnnt": draw_rnnt}
+def draw_self_forcing(left: Axes, right: Axes) -> None:
+    torch.manual_seed(0)
+    generator = torch.Generator().manual_seed(0)
+    model, frames = self_forcing.Video(), 10
+
+    def teach() -> Tensor:
+        return self_forcing.denoising_loss(model, self_forcing.real_videos(frames, 64, generator), generator)
+
+    def force() -> Tensor:
+        videos = self_forcing.make_videos(model, self_forcing.draw_noise(2 * frames, 32, generator))
+        return self_forcing.energy_distance(videos, self_forcing.real_videos(frames, 64, generator))
+
+    for name, loss, updates, rate, (colour, marker, line) in (
+        ("trained on 10 real frames", teach, 250, 2e-3, STYLES[0]),
+        ("then 160 updates on 20 of its own", force, 160, 1e-3, STYLES[1]),
+    ):
+        self_forcing.train(model, loss, updates, rate)
+        with torch.no_grad():
+            fixed = self_forcing.draw_noise(3 * frames, 256, torch.Generator().manual_seed(1))
+            off = self_forcing.off_the_square(self_forcing.make_videos(model, fixed))
+        print(f"{name}: {', '.join(f'{x:.2f}' for x in off.tolist())}")
+        left.plot(range(1, 3 * frames + 1), off, color=colour, marker=marker, markersize=3, linestyle=line, label=name)
+    left.set_xlabel("frames")
+    left.set_ylim(0, 2)
+    left.set_title("how far points are from corners of a square", loc="left", fontsize=10)
+    left.legend(fontsize=8.5, frameon=False, loc="upper right")
+
+    def noise(F: int) -> Tensor:
+        return self_forcing.draw_noise(F, 8, torch.Generator().manual_seed(0))
+
+    ways: Ways = {
+        "a loop with DynamicCache": lambda F: partial(lambda x: self_forcing.plain_videos(model, x).sum(), noise(F)),
+        "TrainCache": lambda F: partial(lambda x: self_forcing.make_videos(model, x).sum(), noise(F)),
+        "TrainCache, 4 checkpoints": lambda F: partial(
+            lambda x: self_forcing.make_videos(model, x, checkpoints=4).sum(), noise(F)
+        ),
+    }
+    bytes_over(right, (4, 8, 16, 32, 64), ways, "frames of 4 tokens, 4 steps each")
+
+
+PICTURES = {
+    "ode": draw_ode, "diffusion": draw_diffusion, "act": draw_act, "kalman": draw_kalman, "rnnt": draw_rnnt,
+    "self_forcing": draw_self_forcing,
+}  # fmt: skip
 
 
 def main(names: Sequence[str]) -> None:
