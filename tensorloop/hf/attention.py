@@ -141,7 +141,8 @@ def attend(
         bias=added if bias is None else bias if added is None else bias + added,
         seed=int(torch.randint(1 << 62, ())) if dropout else 0,
     )
-    return attend_past(query.transpose(1, 2), arrays[0], arrays[1], sight, arrays[2]), None
+    out = attend_past(query.transpose(1, 2), arrays[0], arrays[1], sight, arrays[2])
+    return out.contiguous(), None  # models view it, as they may what "sdpa" gives
 
 
 def _is_spoilt(key: Tensor, value: Tensor) -> bool:

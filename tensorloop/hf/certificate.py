@@ -59,8 +59,9 @@ class _Untyped(ast.NodeTransformer):
 
 
 def find_readers(model: nn.Module) -> tuple[list[nn.Module], list[nn.Module]]:
-    """(attention, mixers): the modules below layers that take a cache, by whether they ask for attention by a name."""
-    inner = [x for x in model.modules() if _reads(type(x))]
+    """(attention, mixers): the innermost modules that take a cache, by whether they ask for attention by a name."""
+    takes = [x for x in model.modules() if _reads(type(x))]
+    inner = [x for x in takes if not any(y is not x and _reads(type(y)) for y in x.modules())]
     return [x for x in inner if asks_by_name(type(x))], [x for x in inner if not asks_by_name(type(x))]
 
 

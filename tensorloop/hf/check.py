@@ -16,7 +16,7 @@ from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
 from tensorloop.hf import certificate
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.known import ATTENTION
-from tensorloop.hf.positions import has_table
+from tensorloop.hf.positions import find_numbering, has_table
 from tensorloop.hf.prompt import read_prompt
 from tensorloop.hf.rollouts import rollout
 from tensorloop.hf.rows.forward import packed_forward
@@ -251,7 +251,10 @@ def _numbered(oracle: _Oracle, start: int, stop: int) -> dict[str, Any]:
     if padded and not takes and has_table(oracle.model):
         raise WrongValue("model takes no position_ids, so that padding would be counted as positions")
     if padded and takes:
-        options["position_ids"] = (oracle.mask.long().cumsum(1) - 1).clamp(min=0)[:, start:stop]
+        positions = (oracle.mask.long().cumsum(1) - 1).clamp(min=0)[:, start:stop]
+        numbering = find_numbering(oracle.model)
+        ids = oracle.ids[:, start:stop]
+        options["position_ids"] = positions if numbering is None else numbering.number(ids, positions)
     return options
 
 

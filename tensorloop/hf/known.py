@@ -184,7 +184,10 @@ def refuse_shared(config: Any) -> None:
 
 def makes_keys_of_latents(config: Any) -> bool:
     """Whether a model caches latents, of which it makes keys and values after `update`, at each step (MLA)."""
-    return getattr(config, "kv_lora_rank", None) is not None
+    try:
+        return getattr(config, "kv_lora_rank", None) is not None
+    except Exception:  # transformers', where layers differ in it
+        return True
 
 
 def skips_masks(config: Any) -> bool:

@@ -404,13 +404,18 @@ def certified(group: str, name: str) -> dict[str, set[type]]:
     return found
 
 
-def write(path: Path, layers: dict[str, set[type]]) -> None:
-    """Writes signatures, each with the names of the classes that have it, and the versions that ran."""
+def write(path: Path, layers: dict[str, set[type]], before: dict[str, Any]) -> None:
+    """Writes signatures, each with the names of the classes that have it, and the versions that ran.
+
+    `before`: what is there of models that did not run now.
+    """
     made: dict[str, Any] = {}
     for what, kinds in layers.items():
         names: dict[str, list[str]] = {}
         for kind in sorted(kinds, key=lambda x: x.__name__):
             names.setdefault(certificate.signature(kind), []).append(kind.__name__)
+        for key, said in before.get(what, {}).items():
+            names[key] = sorted({*names.get(key, ()), *said.split()})
         made[what] = {key: " ".join(x) for key, x in sorted(names.items(), key=lambda x: x[1])}
     made["versions"] = {
         "torch": torch.__version__.split("+")[0], "transformers": transformers.__version__,
@@ -423,6 +428,7 @@ def main(names: list[str], path: Path | None) -> None:
     """Prints a line for each configuration, then the counts."""
     totals: dict[str, Counter[str]] = {}
     layers: dict[str, set[type]] = {"attention": set(), "mixers": set()}
+    before = certificate.known() if names else {}
     for group in GROUPS:
         for name in (x for x in names_of(group) if not names or x in names):
             said = answers(group, name)
@@ -441,7 +447,7 @@ def main(names: list[str], path: Path | None) -> None:
     for group, count in totals.items():
         print(group, dict(count))
     if path is not None:
-        write(path, layers)
+        write(path, layers, before)
 
 
 def _of_speech(name: str, kinds: set[str]) -> dict[str, set[type]]:
