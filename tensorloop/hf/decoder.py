@@ -156,6 +156,11 @@ class Decoder:
                     f"past_key_values has a layer {i} that is {layer!r}, expected keys and values of all "
                     f"{given.get_seq_length()} tokens; fill a TrainCache or a DynamicCache"
                 )
+            if found.dropped and (mine.window is None or mine.window > (found.window or 0)):
+                raise WrongValue(
+                    f"past_key_values has let tokens go that layer {i} of model sees: it had a window of {found.window}, "
+                    f"model has {mine.window}"
+                )
             theirs = found.kind.config
             for name in _SIZES if theirs is not None else ():
                 if (has := getattr(theirs, name, None)) != (wanted := getattr(self.text, name, None)):
