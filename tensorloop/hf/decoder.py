@@ -158,8 +158,8 @@ class Decoder:
                 )
             if found.dropped and (mine.window is None or mine.window > (found.window or 0)):
                 raise WrongValue(
-                    f"past_key_values has let tokens go that layer {i} of model sees: it had a window of {found.window}, "
-                    f"model has {mine.window}"
+                    f"past_key_values has let tokens go that layer {i} of model sees: it had a window of "
+                    f"{found.window}, model has {mine.window}"
                 )
             theirs = found.kind.config
             for name in _SIZES if theirs is not None else ():
