@@ -24,7 +24,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "compiler.graph": (12, 5, 14),
     "compiler.targets": (9, 6, 19),
     "compiler.targets.cpu": (10, 4, 14),
-    "compiler.targets.graphs": (10, 5, 20),
+    "compiler.targets.graphs": (11, 5, 20),
     "compiler.targets.ptx": (6, 4, 7),
     "hf": (24, 8, 59),
     "kernels": (9, 5, 13),

@@ -126,7 +126,7 @@ def group_walks(kernels: Sequence[Kernel]) -> list[Unit]:
 
 
 class _Touched:
-    """What a unit writes, by which pieces of a concatenation (None for what is none), reads, and reduces to."""
+    """Buffers that a unit writes, by which pieces of a concatenation (None for no piece), reads, and reduces to."""
 
     def __init__(self) -> None:
         self.written: dict[Region, list[Array]] = {}
