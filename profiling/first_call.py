@@ -72,8 +72,8 @@ HOW = ("warm", "cold")
 PROCESSES = {"quick": 1, "short": 3, "usual": 3}
 PROGRAM = """
 import json, sys, time
-sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
 import torch
+sys.pycache_prefix, sys.dont_write_bytecode = sys.argv[1], False
 torch.set_num_threads(1)
 before, start = len(sys.modules), time.process_time()
 import tensorloop as tl
