@@ -1,8 +1,7 @@
 """First calls of compiled loops in one fresh process: after which of them a module is there that none should load.
 
-Run as a script it reads a pickled list of `Call`s and writes JSON: [the first call that loaded one and which, the names
-of all that ran]. Torch's samples load these modules themselves, so whoever has them writes the calls, and this file
-imports nothing but torch and the library.
+Run as a script it reads a pickled list of `Call`s and writes a `Found` as JSON. Torch's samples load these modules
+themselves, so whoever has them writes the calls, and this file imports nothing but torch and the library.
 """
 
 import json
@@ -12,7 +11,7 @@ import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, Literal, NamedTuple
 
 import torch
 from torch import Tensor
@@ -38,8 +37,16 @@ class Call(NamedTuple):
     looped: bool = True
 
 
-def run(calls: Sequence[Call]) -> tuple[tuple[str, str] | None, list[str]]:
-    """(the first call that loads what is forbidden, with the module, or None; those that ran)."""
+class Found(NamedTuple):
+    """The first call that loads what is forbidden, with the module; which ran; those unlike eager ones."""
+
+    loaded: tuple[str, str] | None
+    ran: list[str]
+    unlike: list[str]
+
+
+def run(calls: Sequence[Call]) -> Found:
+    """Runs calls in a fresh process."""
     with tempfile.NamedTemporaryFile(suffix=".pickle") as file:
         file.write(pickle.dumps([tuple(call) for call in calls]))
         file.flush()
@@ -47,8 +54,8 @@ def run(calls: Sequence[Call]) -> tuple[tuple[str, str] | None, list[str]]:
             [sys.executable, "-W", "ignore", "-m", "tests.support.first_calls", file.name],
             cwd=ROOT, capture_output=True, text=True, check=True,
         )  # fmt: skip
-    loaded, ran = json.loads(done.stdout.splitlines()[-1])
-    return None if loaded is None else tuple(loaded), ran
+    loaded, ran, unlike = json.loads(done.stdout.splitlines()[-1])
+    return Found(loaded and tuple(loaded), ran, unlike)
 
 
 def loaded_beyond(before: frozenset[str]) -> str | None:
@@ -57,7 +64,18 @@ def loaded_beyond(before: frozenset[str]) -> str | None:
     return next((name for name in new for top in FORBIDDEN if name == top or name.startswith(f"{top}.")), None)
 
 
-def _loop(call: Call) -> None:
+def _is_alike(call: Call) -> bool:
+    """Runs the call, and whether it gives what the eager loop gives, with its gradients."""
+    if call.function is None:
+        PROGRAMS[call.name]()
+        return True
+    return all(
+        x.dtype is y.dtype and torch.allclose(x.to(y.dtype), y, 1e-3, 1e-4, equal_nan=True)
+        for x, y in zip(_loop(call, "strict"), _loop(call, False), strict=True)
+    )
+
+
+def _loop(call: Call, compile: Literal[False, "strict"]) -> list[Tensor]:
     leaves, tree = tree_flatten(call.args)
     places = [i for i, x in enumerate(leaves) if isinstance(x, Tensor)]
 
@@ -75,11 +93,12 @@ def _loop(call: Call) -> None:
         return [x * 0.5 + (0.01 * total).to(x.dtype) if _floats(x) else x.clone() for x in carry], outs
 
     init = [leaves[i].clone().requires_grad_(grad) for i, grad in zip(places, call.grads, strict=True)]
+    torch.manual_seed(0)
     if not call.looped:
-        operation(init)
-        return
-    last, outs = tl.scan(step, init, torch.arange(float(STEPS)), compile="strict")
+        return [y.detach() for y in operation(init)]
+    last, outs = tl.scan(step, init, torch.arange(float(STEPS)), compile=compile)
     _backward([*last, *outs])
+    return [x.detach() for x in (*last, *outs)] + [x.grad for x in init if x.grad is not None]
 
 
 def _floats(x: Tensor) -> bool:
@@ -164,19 +183,18 @@ PROGRAMS: dict[str, Callable[[], None]] = {
 def main(path: str) -> None:
     """Runs the calls of a file."""
     torch.set_num_threads(1)
-    before, ran = frozenset(sys.modules), list[str]()
+    before, ran, unlike = frozenset(sys.modules), list[str](), list[str]()
     for fields in pickle.loads(Path(path).read_bytes()):
         call = Call(*fields)
         try:
-            PROGRAMS[call.name]() if call.function is None else _loop(call)
-            ran.append(call.name)
+            (unlike if not _is_alike(call) else ran).append(call.name)
         except (RuntimeError, TypeError):  # refused, or torch has no gradient
             if call.function is None:
                 raise
         if (module := loaded_beyond(before)) is not None:
-            print(json.dumps([[call.name, module], ran]))
+            print(json.dumps([[call.name, module], ran, unlike]))
             return
-    print(json.dumps([None, ran]))
+    print(json.dumps([None, ran, unlike]))
 
 
 if __name__ == "__main__":
