@@ -1,7 +1,9 @@
 """Faces of rooms: the names that a package hands on, each loaded when first touched; and late doors to rooms above."""
 
+import gc
 import sys
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from importlib import import_module
 from typing import Any
 
@@ -15,7 +17,8 @@ def face(
     def load(name: str) -> Any:
         if name not in home_of:
             raise AttributeError(f"module {package!r} has no attribute {name!r}")
-        found = getattr(import_module(f"tensorloop.{home_of[name]}"), name)
+        with collector_at_rest():
+            found = getattr(import_module(f"tensorloop.{home_of[name]}"), name)
         setattr(sys.modules[package], name, found)
         return found
 
@@ -25,3 +28,15 @@ def face(
 def late(home: str, name: str) -> Callable[..., Any]:
     """A function of a room that stands above the caller's, loaded when first called; `home` is a module of ours."""
     return lambda *args, **options: getattr(import_module(f"tensorloop.{home}"), name)(*args, **options)
+
+
+@contextmanager
+def collector_at_rest() -> Iterator[None]:
+    """Python's collector does not run inside: what makes many objects that stay would set it going over all others."""
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        yield
+    finally:
+        if collects:
+            gc.enable()

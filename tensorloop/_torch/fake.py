@@ -15,6 +15,7 @@ from torch import Tensor
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._torch.dispatch import OperationMode, tree_leaves, tree_map_only
+from tensorloop._torch.plain_sizes import plain_sizes
 
 
 @contextmanager
@@ -101,12 +102,13 @@ class _NothingReal(OperationMode):
         return tree_map_only(Tensor, lambda x: self._fake(x).to(device), result)
 
 
-def empty_fakes(shapes: Sequence[tuple[Sequence[int], torch.dtype]]) -> list[Tensor]:
-    """Contiguous CPU tensors without numbers, for tracing: their shapes may be of any size."""
-    from torch._subclasses.fake_tensor import FakeTensorMode
-
-    with FakeTensorMode():
-        return [torch.empty(tuple(shape), dtype=dtype, device="cpu") for shape, dtype in shapes]
+def without_memory(x: Tensor) -> Tensor:
+    """A tensor on `meta` that lies in its memory as x does."""
+    shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
+    if offset := x.storage_offset():  # a view's, which an operation may take it for
+        whole = shape.new_empty(offset + shape.untyped_storage().nbytes() // shape.itemsize)
+        shape = whole[offset:].as_strided(x.shape, x.stride(), offset)
+    return shape
 
 
 @contextmanager
@@ -122,13 +124,20 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def fakes_like(examples: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Inside, if there is a fake among these, new tensors are fakes too; gives what makes one of a real tensor."""
+    """Inside, if one of these has no numbers, new tensors have none either; gives what makes one of a real tensor."""
     mode = next((found for x in examples if (found := getattr(x, "fake_mode", None)) is not None), None)
-    if mode is None:
+    if mode is not None:
+        with mode, _Running():
+            yield lambda x: x if hasattr(x, "fake_mode") else mode.from_tensor(x)
+    elif any(x.is_meta for x in examples):
+        with _OnMeta(), plain_sizes():
+            yield _on_meta
+    else:
         yield lambda x: x
-        return
-    with mode, _Running():
-        yield lambda x: x if hasattr(x, "fake_mode") else mode.from_tensor(x)
+
+
+def _on_meta(x: Tensor) -> Tensor:
+    return x if x.is_meta else without_memory(x)
 
 
 class _Running(OperationMode):
@@ -137,10 +146,33 @@ class _Running(OperationMode):
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        """Runs one operation on fakes."""
+        """Runs one operation on tensors without numbers."""
         kwargs = kwargs or {}
         if func not in (torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default):
             return func(*args, **kwargs)
         x = args[0]
         own = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
         return x.new_empty(x.shape, dtype=kwargs.get("dtype") or own)
+
+
+_BY_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
+
+
+class _OnMeta(_Running):
+    """Makes on `meta` what an operation makes elsewhere, of tensors that are there."""
+
+    def __torch_dispatch__(
+        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
+    ) -> Any:
+        """Runs one operation on `meta`."""
+        given: Any = tree_map_only(Tensor, _on_meta, (args, kwargs or {}))
+        if any(a.name == "device" for a in func._schema.arguments):
+            given[1]["device"] = "meta"
+        try:
+            return super().__torch_dispatch__(func, types, *given)
+        except NotImplementedError:  # as torch's fakes do where that has no kernel: by zeros, of which only shapes stay
+            elements = sum(x.numel() for x in tree_leaves(given) if isinstance(x, Tensor))
+            if func.namespace != "aten" or func._schema.is_mutable or _BY_NUMBERS & {*func.tags} or elements > 1 << 20:
+                raise
+        zeros: Any = tree_map_only(Tensor, lambda x: torch.zeros_like(x, device="cpu"), given)
+        return tree_map_only(Tensor, without_memory, func(*zeros[0], **zeros[1]))

@@ -23,7 +23,8 @@ from torch.fx.node import map_aggregate
 from torch.utils._python_dispatch import _disable_current_modes, _get_current_dispatch_mode_stack
 
 from tensorloop._torch.dispatch import MemoryMode, OperationMode
-from tensorloop._torch.fake import fakes_like
+from tensorloop._torch.fake import fakes_like, without_memory
+from tensorloop._torch.plain_sizes import plain_sizes
 
 Table = dict[Any, Callable[..., Any]]
 
@@ -31,7 +32,7 @@ Table = dict[Any, Callable[..., Any]]
 def traced(function: Callable[..., Any], examples: Sequence[Tensor], table: Table) -> fx.GraphModule:
     """The aten operations of `function(*examples)`, below autograd; the value of a node (`val`) is on `meta`."""
     writer = _Writer(table)
-    with warnings.catch_warnings(), without_hooks(), fakes_like(examples) as fake:
+    with warnings.catch_warnings(), without_hooks(), fakes_like(examples) as fake, plain_sizes():
         warnings.simplefilter("ignore")
         given = [fake(x) for x in examples]
         for x in given:
@@ -79,7 +80,7 @@ class _Writer(OperationMode):
             raise TypeError(f"{func} reads a value in Python")
         if func is torch.ops.aten.lift_fresh.default and id(args[0]) not in self._nodes:
             return self._constant(args[0])
-        nodes: Any = map_aggregate((args, kwargs), lambda x: self.node_of(x) if isinstance(x, Tensor) else x)
+        nodes: Any = map_aggregate((args, kwargs), self._noted)
         node = self.graph.call_function(func, *nodes)
         node.meta["stack_trace"] = traceback.get_current_meta().get("stack_trace")
         out = func(*args, **kwargs)
@@ -90,6 +91,13 @@ class _Writer(OperationMode):
         """A number that Python made a tensor of."""
         with self:
             return torch.full((), x.item(), dtype=x.dtype, device=x.device)
+
+    def _noted(self, x: Any) -> Any:
+        if (
+            isinstance(x, torch.device) and x.type == "meta"
+        ):  # of a tensor without numbers: those that will be have some
+            return torch.device("cpu")
+        return self.node_of(x) if isinstance(x, Tensor) else x
 
     def _note(self, node: fx.Node, out: Any) -> None:
         self._held.append(out)
@@ -106,16 +114,8 @@ def _shape_of(x: Any) -> Any:
     """Tensors without memory in the place of tensors."""
     if isinstance(x, Tensor):
         with torch._C._DisableTorchDispatch():  # no fakes either
-            return _without_memory(x)
+            return without_memory(x)
     return type(x)(_shape_of(y) for y in x) if type(x) in (tuple, list) else x
-
-
-def _without_memory(x: Tensor) -> Tensor:
-    shape = torch.empty_strided(x.shape, x.stride(), dtype=x.dtype, device="meta")
-    if offset := x.storage_offset():  # a view's, which an operation may take it for
-        whole = shape.new_empty(offset + shape.untyped_storage().nbytes() // shape.itemsize)
-        shape = whole[offset:].as_strided(x.shape, x.stride(), offset)
-    return shape
 
 
 def decompositions(operations: Sequence[Any]) -> dict[Any, Callable[..., Any]]:

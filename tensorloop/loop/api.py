@@ -5,7 +5,7 @@ its overloads and docstrings.
 """
 
 from collections.abc import Callable
-from typing import Any, Literal, TypeVar, Unpack, overload
+from typing import TYPE_CHECKING, Any, Literal, TypeVar, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -35,8 +35,10 @@ from tensorloop.loop.run import run_loop
 from tensorloop.loop.scan_slices import slices_of
 from tensorloop.loop.slices import Slices
 from tensorloop.packed.rows.dim import Dim
-from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
+
+if TYPE_CHECKING:  # it loads fifty modules, which loops over tensors do without
+    from tensorloop.packed import PackedTensor
 
 __all__ = ["explain", "scan", "while_loop"]
 
@@ -53,7 +55,7 @@ Context = TypeVar("Context")
 def scan(
     body_fn: Callable[[C, Tensor], tuple[C, Any]],
     init: C,
-    xs: PackedTensor,
+    xs: "PackedTensor",
     length: int | None = None,
     *,
     until: None = None,
@@ -86,7 +88,7 @@ def scan(
 def scan(
     body_fn: Callable[[C, Tensor, Context], tuple[C, Any]],
     init: C,
-    xs: PackedTensor | TensorArray,
+    xs: "PackedTensor | TensorArray",
     length: int | None = None,
     *,
     until: Callable[..., Condition] | None = None,

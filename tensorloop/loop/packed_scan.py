@@ -13,6 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop import packed
 from tensorloop._common import arguments, pytree
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.scope import here
@@ -27,7 +28,6 @@ from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim, describe_difference
 from tensorloop.packed.table.autograd import is_recording, refuse_lost_gradient
 from tensorloop.packed.table.base import is_packed
-from tensorloop.packed.tensor import PackedTensor
 
 
 class PackedSlices(Slices):
@@ -119,7 +119,7 @@ class PackedOutputs(Outputs):
     def of_no_steps(self, ys: Any) -> Any:
         ragged = self.slices.ragged
         return pytree.mapped(
-            lambda y: PackedTensor(y.flatten(0, 1), ragged) if isinstance(y, Tensor) and y.dim() > 1 else y, ys
+            lambda y: packed.PackedTensor(y.flatten(0, 1), ragged) if isinstance(y, Tensor) and y.dim() > 1 else y, ys
         )
 
     def stack(self, reverse: bool) -> Any:
@@ -128,7 +128,7 @@ class PackedOutputs(Outputs):
         leaves = self.tree.flatten(super().stack(reverse)) or []  # in time order
         for k, (y, kind) in enumerate(zip(leaves, self.kinds, strict=True)):
             if isinstance(kind, tuple):
-                leaves[k] = PackedTensor(segments.permute(y, inverse, order), ragged)
+                leaves[k] = packed.PackedTensor(segments.permute(y, inverse, order), ragged)
         return self.tree.unflatten(leaves)
 
     def in_time(self) -> tuple[Dim, Tensor, Tensor]:

@@ -24,7 +24,6 @@ from tensorloop._common.scope import here, unrecorded
 from tensorloop._common.uploads import upload, upload_together
 from tensorloop._torch import transforms
 from tensorloop.loop.shrunk_arrays import Shrunk, pick, restore_batch, shrink, unify_store
-from tensorloop.packed.operations.index import select_rows
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.table.base import is_packed
 from tensorloop.tensor_array.array import TensorArray
@@ -279,6 +278,8 @@ def select(leaves: Sequence[Any], index: Tensor, rank: int = 1, host: Tensor | N
 
     def rows_of(x: Any) -> Any:
         if is_packed(x):
+            from tensorloop.packed.operations.index import select_rows  # with fifty modules, for those who have such
+
             return select_rows(x, index if host is None else host)
         return _select(x, index) if isinstance(x, TensorArray) or _has_rows(x, rank) else x
 

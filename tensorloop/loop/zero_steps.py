@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop import packed
 from tensorloop._common import pytree, user_line
 from tensorloop._common.errors import WrongType
 from tensorloop._common.scope import without_numbers
@@ -18,7 +19,6 @@ from tensorloop.loop.effects.judge import Effect
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.outputs import place
 from tensorloop.packed.rows.dim import Dim
-from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
 
 
@@ -68,7 +68,9 @@ def _of_one_call(loop: Loop, reads: MadeUpNumbers) -> Any:
     empty = [_empty(x, dim if rows is None else 0, path) for path, x in zip(tree.paths, leaves, strict=True)]
     if rows is not None:
         none = Dim(None, [0] * rows)
-        empty = [PackedTensor(x.flatten(0, 1), none) if isinstance(x, Tensor) and x.dim() > 1 else x for x in empty]
+        empty = [
+            packed.PackedTensor(x.flatten(0, 1), none) if isinstance(x, Tensor) and x.dim() > 1 else x for x in empty
+        ]
     return tree.unflatten(empty)
 
 

@@ -12,7 +12,7 @@ from torch import Tensor
 import tensorloop as tl
 from tensorloop.compiler.step import CoreCall, StepFailed, Unsupported
 from tensorloop.compiler.targets.eager import EagerCore
-from tensorloop.compiler.targets.graphs import graph_target, recorded
+from tensorloop.compiler.targets.graphs import made, recorded
 from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tensorloop.compiler.targets.graphs.graph_target import GraphTarget
 from tensorloop.compiler.targets.proved import Oracle
@@ -185,7 +185,7 @@ def test_operations_that_no_graph_holds(name: str) -> None:
 
 
 def test_a_step_that_is_too_large(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(graph_target, "STATIC", 2**20)
+    monkeypatch.setattr(made, "STATIC", 2**20)
     step = step_of(lambda inv, xs, carry: {"carry": [carry[0] * 2]}, [], [], [torch.zeros(2**18, device="cpu")])
     with pytest.raises(Unsupported, match=r"reads and writes 2 MiB, more than is kept"):
         GraphTarget().make_core(step)
@@ -208,7 +208,7 @@ def test_chunks_are_no_larger_than_memory_is_for(monkeypatch: pytest.MonkeyPatch
 def test_what_is_held_is_said_as_it_is(monkeypatch: pytest.MonkeyPatch) -> None:
     step, _ = cell("rnn", 40)
     for most, held in ((64, "36,864"), (8, "4,608"), (1, "576")):
-        monkeypatch.setattr(graph_target, "CHUNKS", most * 576)
+        monkeypatch.setattr(made, "CHUNKS", most * 576)
         said = f"192 bytes read and 384 written a step beside the carry, at most {held} of them held"
         assert GraphTarget().describe(step)[-1] == said
 

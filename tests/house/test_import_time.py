@@ -50,6 +50,18 @@ def test_a_name_loads_its_module_when_first_touched(name: str, loads: str, leave
     assert not foreign(new)
 
 
+LOOP = "import torch, tensorloop\ntensorloop.scan(lambda h, x: (h + x, h), torch.ones(2), torch.ones(3, 2), compile={})"
+DEVICES = "compiler.emitter.device", "compiler.targets.graphs.made", "compiler.targets.ptx.made"
+PACKED = "packed.tensor", "packed.operations", "packed.scores", "packed.time", "packed.views"
+
+
+@pytest.mark.parametrize(("compile", "leaves"), [(False, ("compiler.emitter.write",)), ("'strict'", ())])
+def test_a_loop_loads_what_it_needs(compile: object, leaves: tuple[str, ...]):
+    new = loaded_by(LOOP.format(compile))
+    assert [name for name in own(new) if name.startswith((*DEVICES, *PACKED, *leaves))] == []
+    assert ("llvmlite" in foreign(new)) == (not leaves)
+
+
 def test_a_new_process_lists_every_name():
     listed = fresh("import json, tensorloop\nprint(json.dumps(dir(tensorloop)))")
     assert {*tl.__all__, "memory", "schedule", "testing"} <= set(listed)

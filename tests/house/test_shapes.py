@@ -11,7 +11,7 @@ from docs.house import graph, layers, modules
 # Room -> boxes, floors, arrows.
 BOUNDS: dict[str, tuple[int, int, int]] = {
     "_common": (17, 4, 4),
-    "_torch": (18, 3, 10),
+    "_torch": (19, 3, 12),
     "attention": (15, 8, 23),
     "beam": (19, 7, 42),
     "compiler": (13, 7, 44),
@@ -24,7 +24,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "compiler.graph": (12, 5, 14),
     "compiler.targets": (9, 6, 19),
     "compiler.targets.cpu": (10, 4, 14),
-    "compiler.targets.graphs": (10, 5, 20),
+    "compiler.targets.graphs": (11, 5, 20),
     "compiler.targets.ptx": (6, 4, 7),
     "hf": (24, 9, 65),  # 0056
     "hf.rows": (8, 4, 13),

@@ -1,5 +1,6 @@
 """Kernels put together: what nobody reads is dropped, additions join products, walks over one space share one nest."""
 
+import bisect
 import dataclasses
 import itertools
 from collections import Counter
@@ -57,22 +58,22 @@ def join_additions(kernels: Sequence[Kernel], kept: Iterable[Region]) -> list[Ke
     kernels, kept = list(kernels), set(kept)
     readers = Counter(array.buffer for kernel in kernels for array in kernel.reads())
     products = {kernel.out.buffer: kernel for kernel in kernels if isinstance(kernel, Matmul)}
-    made: list[Kernel] = []
+    made: dict[int, Kernel] = {}  # by id
     for kernel in kernels:
         found = _addition(kernel, products) if isinstance(kernel, Point) and kernel.name == "add" else None
-        if found is None or found[0].addend is not None or found[0] not in made:
-            made.append(kernel)
+        if found is None or found[0].addend is not None or id(found[0]) not in made:
+            made[id(kernel)] = kernel
             continue
         product, other = found
         if readers[product.out.buffer] != 1 or product.out.buffer in kept:
-            made.append(kernel)
+            made[id(kernel)] = kernel
             continue
-        made.remove(product)
+        del made[id(product)]
         (out,), shape = kernel.writes(), product.out.shape
         joined = Matmul(product.a, product.b, _unsqueezed(out, shape), _unsqueezed(other, shape))
         products[out.buffer] = joined
-        made.append(joined)
-    return made
+        made[id(joined)] = joined
+    return list(made.values())
 
 
 def _addition(kernel: Point, products: dict[Region, Matmul]) -> tuple[Matmul, Array] | None:
@@ -92,60 +93,79 @@ def _unsqueezed(array: Array, shape: Sequence[int]) -> Array:
 
 
 def group_walks(kernels: Sequence[Kernel]) -> list[Unit]:
-    """Each walk joins the last nest that it can be moved to, before which lies nothing that it needs."""
+    """Each walk joins the first nest that it can be moved to: behind the last unit that gives it or takes something."""
     units: list[Unit] = []
+    touched: list[_Touched] = []  # of each unit
+    last_write, last_touch = dict[Region, int](), dict[Region, int]()  # the last unit that writes, or touches, a buffer
+    nests: dict[tuple[int, ...], list[int]] = {}  # the groups of each space
     for kernel in kernels:
-        if not isinstance(kernel, Walk):
-            units.append(kernel)
-            continue
-        home = None
-        for unit in reversed(units):
-            joins, needs = _meeting(kernel, unit)
-            if joins:
-                home = unit
-            if needs:
-                break
-        # Moved up to `home` it passes units that give it nothing and take nothing from it: `needs` ends the search.
-        if isinstance(home, WalkGroup):
-            home.walks.append(kernel)
-            if isinstance(kernel, Reduce):
-                home.over = kernel.over
-        else:
-            units.append(WalkGroup(kernel.space, [kernel], kernel.over if isinstance(kernel, Reduce) else ()))
+        at = len(units)
+        if isinstance(kernel, Walk):
+            needed = [
+                *(last_write.get(array.buffer, -1) for array in kernel.reads()),
+                last_touch.get(kernel.out.buffer, -1),
+            ]
+            at = _home(kernel, units, touched, nests.get(kernel.space, ()), max(needed))
+        if at == len(units):
+            if isinstance(kernel, Walk):
+                units.append(WalkGroup(kernel.space, []))
+                nests.setdefault(kernel.space, []).append(at)
+            else:
+                units.append(kernel)
+            touched.append(_Touched())
+        unit = units[at]
+        if isinstance(unit, WalkGroup) and isinstance(kernel, Walk):
+            unit.walks.append(kernel)
+            unit.over = kernel.over if isinstance(kernel, Reduce) else unit.over
+        touched[at].add(kernel)
+        for array in kernel.writes():
+            last_write[array.buffer] = max(at, last_write.get(array.buffer, 0))
+        for array in (*kernel.reads(), *kernel.writes()):
+            last_touch[array.buffer] = max(at, last_touch.get(array.buffer, 0))
     return units
 
 
-def _meeting(kernel: Walk, unit: Unit) -> tuple[bool, bool]:
-    """(whether it may join, whether it must come after the unit began)."""
-    needs, aligned = False, True
-    written = {array.buffer: [] for array in unit.writes()}
-    for array in unit.writes():
-        written[array.buffer].append(array)
-    reduced = (
-        {walk.out.buffer for walk in unit.walks if isinstance(walk, Reduce)} if isinstance(unit, WalkGroup) else set()
-    )
+class _Touched:
+    """Buffers that a unit writes, by which pieces of a concatenation (None for no piece), reads, and reduces to."""
+
+    def __init__(self) -> None:
+        self.written: dict[Region, list[Array]] = {}
+        self.pieces: dict[Region, set[object]] = {}
+        self.read, self.reduced = set[Region](), set[Region]()
+
+    def add(self, kernel: Kernel) -> None:
+        for array in kernel.writes():
+            self.written.setdefault(array.buffer, []).append(array)
+            self.pieces.setdefault(array.buffer, set()).add(kernel.piece if isinstance(kernel, Point) else None)
+        self.read.update(array.buffer for array in kernel.reads())
+        if isinstance(kernel, Reduce):
+            self.reduced.add(kernel.out.buffer)
+
+
+def _home(kernel: Walk, units: Sequence[Unit], touched: Sequence[_Touched], nests: Sequence[int], needed: int) -> int:
+    """The unit that a walk joins: the one that it needs, or the first of its space behind that; else a new one."""
+    for k in range(bisect.bisect_left(nests, needed), len(nests)):
+        at, unit = nests[k], units[nests[k]]
+        assert isinstance(unit, WalkGroup)
+        other = isinstance(kernel, Reduce) and touched[at].reduced and unit.over != kernel.over
+        if not other and (at > needed or _is_aligned(kernel, touched[at])):
+            return at
+    return len(units)
+
+
+def _is_aligned(kernel: Walk, touched: _Touched) -> bool:
+    """Whether a walk takes from a nest of its space only what the same turn of it made, and gives it nothing."""
     for array in kernel.reads():
-        if array.buffer in written:
-            needs = True
+        if array.buffer in touched.written:
             gathered = isinstance(kernel, Gather) and array is kernel.source
-            aligned = aligned and not gathered and array.buffer not in reduced and written[array.buffer] == [array]
-    out = kernel.out
-    if out.buffer in written:
-        needs = True
-        aligned = aligned and isinstance(unit, WalkGroup) and isinstance(kernel, Point) and _one_piece(kernel, unit)
-    if any(array.buffer is out.buffer for array in unit.reads()):
-        needs, aligned = True, False
-    if not isinstance(unit, WalkGroup) or unit.space != kernel.space:
-        return False, needs
-    if isinstance(kernel, Reduce) and any(isinstance(walk, Reduce) for walk in unit.walks) and unit.over != kernel.over:
-        return False, needs
-    return aligned, needs
-
-
-def _one_piece(kernel: Point, group: WalkGroup) -> bool:
-    """Whether all that write the kernel's buffer here are pieces of one thing with it."""
-    others = [walk for walk in group.walks if walk.out.buffer is kernel.out.buffer]
-    return kernel.piece is not None and all(isinstance(w, Point) and w.piece is kernel.piece for w in others)
+            if gathered or array.buffer in touched.reduced or touched.written[array.buffer] != [array]:
+                return False
+    out = kernel.out.buffer
+    if out in touched.read:
+        return False
+    if out not in touched.written:  # else all that write it are pieces of one thing
+        return True
+    return isinstance(kernel, Point) and kernel.piece is not None and touched.pieces[out] == {kernel.piece}
 
 
 def find_stored(units: Sequence[Unit], kept: Iterable[Region]) -> set[Region]:

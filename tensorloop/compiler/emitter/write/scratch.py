@@ -1,5 +1,7 @@
 """Where scratch buffers lie: those that are not needed at one time share memory."""
 
+import bisect
+from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 
 from tensorloop.compiler.emitter.ir.strided_arrays import Array, Region
@@ -36,17 +38,18 @@ def place_scratch(
     lives: Mapping[Region, tuple[int, int]], start: int, room: Callable[[Region], int]
 ) -> tuple[dict[Region, int], int]:
     """Returns the offsets of scratch buffers, from `start` on, and where the last buffer ends."""
-    places: dict[Region, int] = {}
+    places, end = dict[Region, int](), start
+    there: dict[int, list[tuple[int, int]]] = defaultdict(list)  # unit -> where what has a place is there, and its end
+    begins: list[tuple[int, int, int]] = []  # the same of all that has a place, each at its first unit; sorted
     for buffer, (first, last) in sorted(lives.items(), key=lambda item: -item[0].bytes):
-        busy = sorted(
-            (places[other], places[other] + room(other))
-            for other, (a, b) in lives.items()
-            if other in places and a <= last and first <= b
-        )
-        at = start
-        for low, high in busy:
-            if at + room(buffer) <= low:  # the first gap that it fits into, largest buffers first
+        later = begins[bisect.bisect(begins, (first + 1,)) : bisect.bisect(begins, (last + 1,))]
+        at, size = start, room(buffer)
+        for low, high in sorted([*there[first], *(place[1:] for place in later)]):
+            if at + size <= low:  # the first gap that it fits into, largest buffers first
                 break
             at = max(at, high)
-        places[buffer] = at
-    return places, max((at + room(buffer) for buffer, at in places.items()), default=start)
+        places[buffer], end = at, max(end, at + size)
+        bisect.insort(begins, (first, at, at + size))
+        for n in range(first, last + 1):
+            there[n].append((at, at + size))
+    return places, end

@@ -1,12 +1,13 @@
 """The block in which this thread records a CUDA graph."""
 
 import contextlib
-import gc
 import threading
 from collections.abc import Iterator
 from typing import Any
 
 import torch
+
+from tensorloop._common.faces import collector_at_rest
 
 _one = threading.RLock()  # one thread at a time records: the collector belongs to all
 
@@ -17,7 +18,7 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
 
     The collector rests: what it finalizes may ask the driver for something that ends a recording.
     """
-    with _one, _collector_at_rest():
+    with _one, collector_at_rest():
         graph.capture_begin(pool, capture_error_mode="thread_local")
         try:
             yield
@@ -26,14 +27,3 @@ def recording(graph: torch.cuda.CUDAGraph, pool: Any) -> Iterator[None]:
                 graph.capture_end()
             raise
         graph.capture_end()
-
-
-@contextlib.contextmanager
-def _collector_at_rest() -> Iterator[None]:
-    collects = gc.isenabled()
-    gc.disable()
-    try:
-        yield
-    finally:
-        if collects:
-            gc.enable()

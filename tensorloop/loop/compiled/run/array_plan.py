@@ -7,7 +7,6 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor, fx
 
-from tensorloop._torch.fake import empty_fakes, quiet_fakes
 from tensorloop.compiler.custom_functions import UserFunction
 from tensorloop.compiler.graph.capture import StepWithGradients, functional
 from tensorloop.compiler.lengths import LENGTH_MARKS, OTHER_MARKS, Sized, mark_lengths
@@ -122,18 +121,17 @@ def make_array_plan(
         return step, _examples(look, examples, symbols)
 
     grad = any(wants)
-    with quiet_fakes():
-        step, other = made(LENGTH_MARKS), made(OTHER_MARKS)
-        options: Any = {"grad": grad, "reverse": reverse, "growth": look.results.growth, "place": look.frame.place}
-        try:
-            plan = ArrayPlan(*step, other, wants, **options)
-        except RuntimeError as error:
-            if "Storage size calculation overflowed" not in str(error):
-                raise
-            raise Refused(
-                "its step makes a tensor of two sizes that follow the lengths of arrays in the carry",
-                "carry what comes of it, and add to that in each step",
-            ) from None
+    step, other = made(LENGTH_MARKS), made(OTHER_MARKS)
+    options: Any = {"grad": grad, "reverse": reverse, "growth": look.results.growth, "place": look.frame.place}
+    try:
+        plan = ArrayPlan(*step, other, wants, **options)
+    except RuntimeError as error:
+        if "Storage size calculation overflowed" not in str(error):
+            raise
+        raise Refused(
+            "its step makes a tensor of two sizes that follow the lengths of arrays in the carry",
+            "carry what comes of it, and add to that in each step",
+        ) from None
     if plan.grad and (lack := plan.backward().lacking) is not None and left_to_loop(plan.step.place):
         raise Refused(f"the loop's core backward lacks a native form, {lack.reason}", NATIVE)
     plan.template, plan.told, plan.tried = template, told, set()
@@ -149,9 +147,9 @@ def _examples(look: Look, examples: list[Tensor], symbols: Sequence[int]) -> lis
         if i in arrays.first:
             shape, dtype = arrays.kinds[i]
             sizes[k] = (symbols[arrays.groups[i]], *shape), dtype
-    fakes = empty_fakes(sizes)
+    empty = [torch.empty(shape, dtype=dtype, device="meta") for shape, dtype in sizes]
     return [
-        fakes[k] if k < len(frame.places) and frame.places[k] in arrays.first else x for k, x in enumerate(examples)
+        empty[k] if k < len(frame.places) and frame.places[k] in arrays.first else x for k, x in enumerate(examples)
     ]
 
 

@@ -6,6 +6,7 @@ are sequences like any other.
 
 from collections.abc import Sequence
 from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Generator, Tensor
@@ -14,10 +15,12 @@ from tensorloop._torch.cuda_numbers import graphs_draw
 from tensorloop._torch.transforms import maybe_level, random_numbers_allowed
 from tensorloop.compiler.graph.complex_pairs import split_pairs
 from tensorloop.compiler.place import HOST
-from tensorloop.compiler.targets.graphs.drawn import DrawGraphs
 from tensorloop.loop.compiled.look.draws import DrawOp
 
-GraphsByStream = dict[int, DrawGraphs]
+if TYPE_CHECKING:
+    from tensorloop.compiler.targets.graphs import DrawGraphs
+
+GraphsByStream = dict[int, "DrawGraphs"]
 MOST_STREAMS = 16  # on which a plan has graphs that draw
 
 
@@ -92,6 +95,8 @@ class DrawnNumbers:
             if (graphs := kept.get(key)) is None:
                 if len(kept) >= MOST_STREAMS:
                     kept.clear()
+                from tensorloop.compiler.targets.graphs import DrawGraphs  # with what only devices need
+
                 graphs = kept[key] = DrawGraphs(device, own, partial(kept.pop, key, None))
             return graphs.draw(numbers, own, fill, reverse=self.reverse)
 

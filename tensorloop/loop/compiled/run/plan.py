@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 from torch import Tensor, fx
 
+from tensorloop._common.faces import collector_at_rest
 from tensorloop._common.user_line import UserLine
 from tensorloop.compiler.custom_functions import UserFunction, with_backwards
 from tensorloop.compiler.divide.saving import kept
@@ -184,7 +185,8 @@ class Plan:
         """The program backward where these gradients are missing; `reached` says what it gives."""
         with self._lock:
             if (found := self._backward.get(missing)) is None:
-                found = self._backward[missing] = Program(backward_step(self.gradients, self.saved, missing))
+                with collector_at_rest():
+                    found = self._backward[missing] = Program(backward_step(self.gradients, self.saved, missing))
             return found
 
     def reached(self, missing: Missing) -> Reached:
@@ -287,7 +289,7 @@ class Plans:
         """The plan of a key, made where there is none."""
         if (found := self.find(key)) is not None:
             return found
-        with self._making:  # torch traces one graph at a time
+        with self._making, collector_at_rest():  # torch traces one graph at a time
             if (found := self.find(key)) is not None:
                 return found
             found = make()
