@@ -124,41 +124,22 @@ def quiet_fakes() -> Iterator[None]:
 
 @contextmanager
 def fakes_like(examples: Sequence[Tensor]) -> Iterator[Callable[[Tensor], Tensor]]:
-    """Inside, if one of these has no numbers, new tensors have none either; gives what makes one of a real tensor."""
-    mode = next((found for x in examples if (found := getattr(x, "fake_mode", None)) is not None), None)
-    if mode is not None:
-        with mode, _Running():
-            yield lambda x: x if hasattr(x, "fake_mode") else mode.from_tensor(x)
-    elif any(x.is_meta for x in examples):
-        with _OnMeta(), plain_sizes():
-            yield _on_meta
-    else:
+    """Inside, if one of these is on `meta`, so are new tensors; gives what makes such a one of a real tensor."""
+    if not any(x.is_meta for x in examples):
         yield lambda x: x
+        return
+    with _OnMeta(), plain_sizes():
+        yield _on_meta
 
 
 def _on_meta(x: Tensor) -> Tensor:
     return x if x.is_meta else without_memory(x)
 
 
-class _Running(OperationMode):
-    """Says what running sums and products give: torch would find it by a tensor as large as the square of theirs."""
-
-    def __torch_dispatch__(
-        self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
-    ) -> Any:
-        """Runs one operation on tensors without numbers."""
-        kwargs = kwargs or {}
-        if func not in (torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default):
-            return func(*args, **kwargs)
-        x = args[0]
-        own = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
-        return x.new_empty(x.shape, dtype=kwargs.get("dtype") or own)
-
-
 _BY_NUMBERS = {torch.Tag.data_dependent_output, torch.Tag.dynamic_output_shape}
 
 
-class _OnMeta(_Running):
+class _OnMeta(OperationMode):
     """Makes on `meta` what an operation makes elsewhere, of tensors that are there."""
 
     def __torch_dispatch__(
@@ -168,8 +149,13 @@ class _OnMeta(_Running):
         given: Any = tree_map_only(Tensor, _on_meta, (args, kwargs or {}))
         if any(a.name == "device" for a in func._schema.arguments):
             given[1]["device"] = "meta"
+        if func in (torch.ops.aten.cumsum.default, torch.ops.aten.cumprod.default):
+            # Torch would find what these give by a tensor as large as the square of theirs.
+            x = given[0][0]
+            own = x.dtype if x.is_floating_point() or x.is_complex() else torch.int64
+            return x.new_empty(x.shape, dtype=given[1].get("dtype") or own)
         try:
-            return super().__torch_dispatch__(func, types, *given)
+            return func(*given[0], **given[1])
         except NotImplementedError:  # as torch's fakes do where that has no kernel: by zeros, of which only shapes stay
             elements = sum(x.numel() for x in tree_leaves(given) if isinstance(x, Tensor))
             if func.namespace != "aten" or func._schema.is_mutable or _BY_NUMBERS & {*func.tags} or elements > 1 << 20:

@@ -7,7 +7,7 @@ Names that torch describes for extension writers but keeps out of its public mod
 
 Torch's own `make_fx` and its fake tensors load sympy, dynamo and inductor, two seconds in each process. Here operations
 run on small real tensors while they are written down, and what is kept of their values are shapes. Only where an input
-is a fake, because there is no memory for its size, all of them are.
+is on `meta`, because there is no memory for its size, all of them are.
 """
 
 import operator
