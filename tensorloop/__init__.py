@@ -31,6 +31,7 @@ if TYPE_CHECKING:
     from tensorloop.loop import linear_recurrence as linear_recurrence
     from tensorloop.loop import map as map
     from tensorloop.loop import scan as scan
+    from tensorloop.loop import set_default_compile as set_default_compile
     from tensorloop.loop import while_loop as while_loop
     from tensorloop.packed import Dim as Dim
     from tensorloop.packed import PackedTensor as PackedTensor
@@ -54,7 +55,7 @@ _LATER = {
     "beam": ("beam_search",),
     "loop": (
         *("Checkpoints", "associative_scan", "carrying", "explain", "first_only", "fori_loop", "linear_recurrence"),
-        *("fixed_point", "map", "scan", "while_loop"),
+        *("fixed_point", "map", "scan", "set_default_compile", "while_loop"),
     ),
     "packed": ("Dim", "PackedTensor", "pack_padded"),
     "regroup": ("RegroupPlan", "regroup"),

@@ -12,6 +12,7 @@ if TYPE_CHECKING:
     from tensorloop.loop.checkpoint.adjoint import NotConvergedWarning as NotConvergedWarning
     from tensorloop.loop.checkpoint.leaving import HeldTensorWarning as HeldTensorWarning
     from tensorloop.loop.checkpoint.options import Checkpoints as Checkpoints
+    from tensorloop.loop.compiled.auto import set_default_compile as set_default_compile
     from tensorloop.loop.compiled.explain import Explanation as Explanation
     from tensorloop.loop.compiled.front import Compile as Compile
     from tensorloop.loop.compiled.front import NotCompiledWarning as NotCompiledWarning
@@ -37,6 +38,7 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "loop.checkpoint.leaving": ("HeldTensorWarning",),
             "loop.checkpoint.options": ("Checkpoints",),
             "loop.compiled.front": ("Compile", "NotCompiledWarning"),
+            "loop.compiled.auto": ("set_default_compile",),
             "loop.compiled.explain": ("Explanation",),
             "loop.associative": ("associative_scan",),
             "loop.linear": ("linear_recurrence",),

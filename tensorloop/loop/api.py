@@ -134,7 +134,7 @@ def scan(
     context: Any = None,
     compact: bool = False,
     checkpoints: Plan = None,
-    compile: Compile = False,
+    compile: Compile = None,
     progress: bool = False,
 ) -> tuple[Any, Any]:
     """Runs body_fn on one slice of xs after another, with a carry from step to step, and stacks the outputs.
@@ -172,7 +172,8 @@ def scan(
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward. K keeps at most K
             carries and runs the steps between them again in backward.
         compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
-            Results are the same up to rounding, and `tl.explain` says what became of it. False (default) runs eagerly.
+            Results are the same up to rounding, and `tl.explain` says what became of it. None (default) runs eagerly,
+            unless `tl.set_default_compile` says otherwise.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:
@@ -308,7 +309,7 @@ def while_loop(
     compact: bool = False,
     return_steps: bool = False,
     checkpoints: Plan = None,
-    compile: Compile = False,
+    compile: Compile = None,
     progress: bool = False,
 ) -> Any:
     """Repeats body_fn while cond_fn is true; the number of steps need not be known or bounded.
@@ -339,7 +340,7 @@ def while_loop(
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward; K keeps at most K
             carries, however many steps there are.
         compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
-            False (default) runs eagerly.
+            None (default) runs eagerly, unless `tl.set_default_compile` says otherwise.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:

@@ -37,7 +37,7 @@ def fori_loop(
     init: C,
     *,
     checkpoints: Plan = None,
-    compile: Compile = False,
+    compile: Compile = None,
     progress: bool = False,
 ) -> C:
     """Runs `init = body_fn(i, init)` for i from lower to upper - 1, and returns the last carry.
@@ -52,7 +52,7 @@ def fori_loop(
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward; K keeps at most K
             carries.
         compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
-            False (default) runs eagerly.
+            None (default) runs eagerly, unless `tl.set_default_compile` says otherwise.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:
@@ -126,7 +126,7 @@ def map(
     dim: int = 0,
     batch_size: int | None = None,
     checkpoints: Plan = None,
-    compile: Compile = False,
+    compile: Compile = None,
     progress: bool = False,
 ) -> Any:
     """Calls fn on each slice of xs along `dim`, and stacks the results.
@@ -145,7 +145,7 @@ def map(
             results alone, and calls fn again in backward: once where K >= T, more often where K is less. Not with
             `batch_size`.
         compile: a `tl.loop.Compile`. True compiles the loop: to machine code on the CPU, to CUDA graphs on a GPU.
-            False (default) runs eagerly.
+            None (default) runs eagerly, unless `tl.set_default_compile` says otherwise.
         progress: bool, default False. True shows a bar of steps; needs tqdm.
 
     Returns:

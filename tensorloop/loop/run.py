@@ -1,5 +1,6 @@
 """How a loop is run: as machine code, as a Python loop, or as one node of the graph that keeps a few carries."""
 
+from contextlib import nullcontext
 from typing import Any
 
 from tensorloop._common import scope
@@ -8,32 +9,36 @@ from tensorloop._common.progress import Progress
 from tensorloop.loop import advice, zero_steps
 from tensorloop.loop.checkpoint import node
 from tensorloop.loop.checkpoint.foresight import foreseen
-from tensorloop.loop.compiled import around, front
+from tensorloop.loop.compiled import around, auto, front
 from tensorloop.loop.compiled.explain import NO_STEP, Explanation, explain_refusal, with_checkpoints
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import with_known_rows
 
 
-def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile = False) -> tuple[Loop, Any]:
+def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile = None) -> tuple[Loop, Any]:
     """Runs a loop as it was asked to: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
     plan = node.plan_of(checkpoints)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
         around.check_inner_loop(loop)
-        found = front.run(loop, compile, plan) if compile else None
+        compile = auto.compile if compile is None else compile
+        compiles, work = auto.choose(loop) if compile == "auto" else (bool(compile), None)
+        found = front.run(loop, compile, plan) if compiles else None
         if isinstance(found, tuple):
             bar.update(found[0].taken)
             return found
         if loop.slices is not None:
             loop.slices.begin()
         if plan is None or not node.applies(loop):
-            done = _run(loop, bar)
+            done = _run(loop, bar, work)
         else:
             around.check_inner(plan)
             done = node.run(loop, plan, length, bar)
-        if compile is True:
+        if compiles and compile != "strict":
             front.note_eager(loop, done[0].taken)
+        if work is not None:
+            work.note(loop, done[0].taken, compiles)
         if found is not None:  # an error of the look, which the eager loop did not meet
             front.tell(loop.title, compile, found)
         return done
@@ -71,14 +76,19 @@ def _of_rows(loop: Loop) -> Loop:
     return with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
 
 
-def _run(loop: Loop, progress: Progress) -> tuple[Loop, Any]:
-    """Runs a loop as a Python loop would: autograd keeps what the body's operations save, and nothing else is kept."""
+def _run(loop: Loop, progress: Progress, work: auto.Work | None) -> tuple[Loop, Any]:
+    """Runs a loop as a Python loop would: autograd keeps what the body's operations save, and nothing else is kept.
+
+    `work`: of what kind it is, if the operations of a step are to be counted.
+    """
     state = loop.begin()
     slices = loop.slices
     try:
         while (loop := loop.ask(state)).going:
             t = loop.taken
-            state, y = loop.step(t, state, [] if slices is None else slices.row(t))
+            row = [] if slices is None else slices.row(t)
+            with nullcontext() if t or work is None or work.operations else auto.Counting(work):
+                state, y = loop.step(t, state, row)
             if loop.outputs is not None:
                 loop.outputs.add(y, t)
             if slices is not None:

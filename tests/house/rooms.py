@@ -124,7 +124,7 @@ INNER_DOORS = {
     *_of(
         "loop.checkpoint", "adjoint dependence foresight in_order leaving measure node options snapshots user_functions"
     ),
-    *_of("loop.compiled", "around explain front in_graphs.in_graph pays"),
+    *_of("loop.compiled", "around auto explain front in_graphs.in_graph pays"),
     *_of("loop.compiled.look", "autocast carried_arrays draws frame judged look operation_log padded_rows"),
     *_of("loop.compiled.look", "second_look template values_read"),
     *_of("loop.effects", "caught fetches follow judge known notes reads"),

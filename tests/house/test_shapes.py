@@ -33,7 +33,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "kernels.eager": (11, 2, 2),
     "loop": (33, 12, 140),
     "loop.checkpoint": (32, 11, 81),
-    "loop.compiled": (8, 6, 14),
+    "loop.compiled": (9, 6, 16),  # 0058
     "loop.compiled.in_graphs": (4, 3, 4),
     "loop.compiled.look": (23, 12, 62),
     "loop.compiled.run": (13, 7, 27),

@@ -1,4 +1,4 @@
-"""Loops of too few steps to pay: once that is known they run as eager ones, where `compile` is True.
+"""Loops of too few steps to pay: once that is known they run as eager ones, where `compile` is True or "auto".
 
 Counts decide and no clock, so that two runs of a program round alike. A loop is left to Python when its first calls
 were all too short. One call of enough steps, compiled or eager, and it is compiled for good: so it turns twice at most.
@@ -33,14 +33,14 @@ _known: dict[Hashable, tuple[int, float]] = {}
 
 def is_left(loop: Loop) -> bool:
     """Whether such loops are left to Python, as their calls had too few steps to pay."""
-    return not _is_long(loop) and _known.get(_kind(loop), (0, 0.0))[0] >= FIRST
+    return not _is_long(loop) and _known.get(kind_of(loop), (0, 0.0))[0] >= FIRST
 
 
 def note(loop: Loop, plan: Plan, steps: int) -> None:
     """Notes a compiled call that is over."""
     if _is_long(loop):
         return
-    operations, kind = len(plan.trace.operations), _kind(loop)
+    operations, kind = len(plan.trace.operations), kind_of(loop)
     asks = bool(plan.answers) or loop.cond is not None or loop.until is not None
     enough = (CALL + LOOKED_AT * operations) * (ASKING if asks else 1) / (STEP + DONE * operations)
     work = getattr(plan.forward.core, "work", 0) * steps
@@ -55,7 +55,7 @@ def note_eager(loop: Loop, steps: int) -> None:
     """Notes a call of an eager loop that is over."""
     if loop.cond is None and loop.until is None:
         return  # it has as many steps as before
-    kind = _kind(loop)
+    kind = kind_of(loop)
     if kind in _known and steps >= _known[kind][1]:
         _known[kind] = -1, 0.0
 
@@ -65,7 +65,7 @@ def _is_long(loop: Loop) -> bool:
     return loop.cond is None and loop.until is None and (loop.length or 0) * STEP > ASKING * CALL
 
 
-def _kind(loop: Loop) -> Hashable:
+def kind_of(loop: Loop) -> tuple[Hashable, Hashable, int | None, bool]:
     """Returns the kind of a loop, as known before anything runs: its functions, carry, length and grad mode."""
     carry = tuple((size_of(x), x.dtype) if isinstance(x, Tensor) else type(x) for x in loop.init)
     functions = tuple(y for x in loop.functions for y in _of_function(x.function))

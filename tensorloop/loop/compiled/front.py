@@ -45,13 +45,17 @@ from tensorloop.loop.effects.notes import Asked
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.rows_loop import ConditionalLoop, RowsLoop
 
-Compile = bool | Literal["strict"]
+Compile = bool | Literal["auto", "strict"] | None
 """What `compile=` takes: whether a loop runs as machine code on the CPU, as CUDA graphs on a GPU.
 
 `False` runs it as an eager loop. `True` compiles it; a loop that cannot be compiled runs as an eager one, with one
-`tl.loop.NotCompiledWarning` that says why. `"strict"` makes that a RuntimeError.
+`tl.loop.NotCompiledWarning` that says why. `"strict"` makes that a RuntimeError. `"auto"` runs it as an eager loop
+until the work that was done, steps times operations, shows that compiling pays; one that cannot be compiled stays eager
+without a warning. The same program gives the same numbers at each run, as no clock decides; under
+`torch.use_deterministic_algorithms` it stays eager. `None` is what `tl.set_default_compile` says, at first `False`.
 """
 
+_WORDS = ("auto", "strict")
 FEW_ROWS = 16  # up to so many, each smaller number of rows is tried where rows leave the batch by a condition
 
 
@@ -114,13 +118,13 @@ def run(loop: Loop, compile: Compile, checkpoints: CheckpointsArg) -> tuple[Loop
     does not, `tell` is to be called with that.
     """
     check_compile(compile)
-    if nothing_to_do(loop) or (compile is True and is_left(loop)):
+    if nothing_to_do(loop) or (compile != "strict" and is_left(loop)):
         return None
     try:
         with without_inference():
             ready = _prepare(loop, checkpoints)
             done = None if ready is None else _run(loop, ready, checkpoints)
-        if compile is True and ready is not None and done is not None:
+        if compile != "strict" and ready is not None and done is not None:
             note(loop, ready.plan, done[0].taken)
         return done
     except Refused as refusal:
@@ -163,13 +167,15 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
 
 
 def check_compile(compile: Any) -> None:
-    """Refuses a `compile` that is neither a bool nor "strict"."""
-    if not (isinstance(compile, bool) or compile == "strict"):
-        raise WrongType(f'compile must be True, False or "strict", got {describe(compile)}')
+    """Refuses a `compile` that is neither a bool nor one of the words."""
+    if not (compile is None or isinstance(compile, bool) or (isinstance(compile, str) and compile in _WORDS)):
+        raise WrongType(f'compile must be True, False, "auto" or "strict", got {describe(compile)}')
 
 
 def tell(name: str, compile: Compile, refusal: Refused) -> None:
-    """Raises or warns, as the user's line; Python says each warning once."""
+    """Raises or warns, as the user's line; Python says each warning once. Nothing where `compile` is "auto"."""
+    if compile == "auto":
+        return
     file, line = place = refusal.place or user_place() or ("<unknown>", 0)
     text = f"not compiled: {refusal.reason} ({file}:{line})"
     if compile == "strict":
