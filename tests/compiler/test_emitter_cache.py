@@ -5,6 +5,7 @@ import errno
 import multiprocessing
 import os
 import stat
+import time
 from pathlib import Path
 
 import pytest
@@ -90,6 +91,27 @@ def test_a_folder_does_not_grow_for_ever(tmp_path: Path, monkeypatch: pytest.Mon
     assert len(list(tmp_path.iterdir())) <= 10
     assert folder.get("24") == b"code"
     assert folder.get("0") is None
+
+
+def test_what_was_used_stays_longest(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(object_cache, "MOST", 10)
+    folder = Folder(tmp_path)
+    for n in range(10):
+        folder.put(str(n), b"code")
+        os.utime(tmp_path / f"{n}.o", (n, n))
+    assert folder.get("0") == b"code"
+    folder.put("new", b"code")
+    assert {path.stem for path in tmp_path.iterdir()} == {"0", "new", "6", "7", "8", "9"}
+
+
+def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
+    folder = Folder(tmp_path)
+    folder.put("a", b"code")
+    for name, age in (("old.part", 2 * object_cache.ABANDONED_S), ("young.part", 5), ("other.txt", 10**8)):
+        (tmp_path / name).write_bytes(b"half")
+        os.utime(tmp_path / name, (time.time() - age,) * 2)
+    folder.put("b", b"code")
+    assert {path.name for path in tmp_path.iterdir()} == {"a.o", "b.o", "young.part", "other.txt"}
 
 
 @pytest.mark.parametrize("mode", [0o770, 0o707, 0o777])

@@ -6,12 +6,14 @@ import hashlib
 import os
 import stat
 import tempfile
+import time
 import warnings
 from pathlib import Path
 
 MARK = b"tensorloop object 1\n"
 _WITHOUT_WAITING = getattr(os, "O_NONBLOCK", 0) | getattr(os, "O_NOFOLLOW", 0) | getattr(os, "O_BINARY", 0)
 MOST = 2000  # entries, of some tens of kilobytes
+ABANDONED_S = 3600  # seconds after which nobody is still at work on a file: writing one takes milliseconds
 
 
 class Folder:
@@ -50,14 +52,17 @@ class Folder:
             self._refuse(f"cannot be written: {error}")
 
     def _trim(self) -> None:
-        """Drops the older half where there are too many."""
+        """Drops the half that was used longest ago where there are too many, and what dead processes left behind."""
         with os.scandir(self.path) as found:
-            entries = [entry for entry in found if entry.name.endswith(".o")]
-        if len(entries) <= MOST:
-            return
+            files = [entry for entry in found if entry.name.endswith((".o", ".part"))]
+        entries = [entry for entry in files if entry.name.endswith(".o")]
         with contextlib.suppress(FileNotFoundError):  # another process does the same
-            for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime)[: MOST // 2]:
-                os.unlink(entry.path)
+            for entry in files:
+                if entry.name.endswith(".part") and entry.stat().st_mtime < time.time() - ABANDONED_S:
+                    os.unlink(entry.path)
+            if len(entries) > MOST:
+                for entry in sorted(entries, key=lambda entry: entry.stat().st_mtime)[: MOST // 2]:
+                    os.unlink(entry.path)
 
     def _safe(self) -> bool:
         if self._usable is None:
@@ -95,7 +100,11 @@ def _read(place: Path) -> bytes:
     handle = os.open(place, os.O_RDONLY | _WITHOUT_WAITING)
     with os.fdopen(handle, "rb") as file:
         found = os.fstat(handle)
-        return file.read() if stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and _ours(found) else b""
+        if not (stat.S_ISREG(found.st_mode) and found.st_nlink == 1 and _ours(found)):
+            return b""
+        with contextlib.suppress(OSError):  # it was used: a file system that is only read keeps no times
+            os.utime(handle)
+        return file.read()
 
 
 def user_folder() -> Folder:
