@@ -24,7 +24,7 @@ from typing import Any
 from pages import plots, sentences
 from running import harness
 from running.script import Result, Script, Target
-from whole_models import hf_packed, hf_search, hf_trainers
+from whole_models import hf_packed, hf_search
 
 MIB = 2**20
 MODELS = ("GPT-2", "Llama", "grouped heads")
@@ -38,27 +38,7 @@ SEARCHED = ("gpt2", "llama", "bart")
 PACKED = ("gpt2", "llama", "gpt2, dropout")
 BOUNDS = {"GPT-2": 8, "Llama": 13, "grouped heads": 8}
 ROUNDS_OF_DRAFTS = 64
-KINDS = ("decode", "turns", "crop", "search", "packed", "train")
-# What trainers run: (row, what the peer's way is called, ours, its arguments by set of cells; None: in the usual one).
-TRAINED: dict[str, tuple[str, str, Callable[..., dict[str, float]], dict[str, Any]]] = {
-    "log-probabilities, group of 8, 256 + 16 tokens": (
-        "padded",
-        "prompt once",
-        hf_trainers.score_group,
-        {"completion": 16},
-    ),
-    "log-probabilities, group of 8, 256 + 256 tokens": (
-        "padded",
-        "prompt once",
-        hf_trainers.score_group,
-        {"completion": 256},
-    ),
-    "rollout, group of 8, 256 + 16 tokens": ("repeated", "prompt once", hf_trainers.roll_group, {"completion": 16}),
-    "rollout, group of 8, 256 + 256 tokens": ("repeated", "prompt once", hf_trainers.roll_group, {"completion": 256}),
-    "log-probabilities and entropies, 4,000 tokens of 32,000": ("whole", "512 rows", hf_trainers.score_vocabulary, {}),
-    "toy GRPO step, 3 x 8 x 12 tokens": ("generate, padded", "rollout, packed", hf_trainers.grpo, {}),
-}
-LONG = "rollout of 100,000 tokens, trained in pieces of 500"
+KINDS = ("decode", "turns", "crop", "search", "packed")
 TURNS = {"quick": 1, "short": 5, "usual": 9}
 
 
@@ -81,8 +61,6 @@ def cells(args: Namespace) -> list[harness.Cell]:
         {"kind": "search", "model": model, "prompt": n, "steps": steps} for model in searched for n in PROMPTS[args.set]
     ]
     found += [{"kind": "packed", "model": model} for model in packed if args.set != "quick"]
-    trained = {"quick": (), "short": ("toy GRPO step, 3 x 8 x 12 tokens",), "usual": (*TRAINED, LONG)}[args.set]
-    found += [{"kind": "train", "what": what} for what in trained]
     return [cell for cell in found if args.only is None or cell["kind"] in args.only]
 
 
@@ -202,11 +180,6 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
         return hf_packed.time_padding(cell["model"])
     if cell["kind"] == "turns":
         return in_turns(cell)
-    if cell["kind"] == "train":
-        if cell["what"] == LONG:
-            return hf_trainers.roll_long()
-        _, _, run, given = TRAINED[cell["what"]]
-        return run(**given)
     if cell["kind"] == "decode":
         return {"bytes": memory.saved_bytes(decoding(cell))}
     run = drafting(cell)
@@ -270,13 +243,6 @@ def targets(result: Result) -> list[Target]:
     for cell in cells_of(result, "packed"):
         what = f"half padding, {cell['model']}: seconds, packed : padded"
         found.append(Target(what, _value(result, "ratio", **cell), 0.6))
-    for what in (x for x in TRAINED if x.startswith("toy GRPO")):
-        found.append(
-            Target(f"{what}: seconds, ours : padded", _value(result, "ratio, rollout, packed", what=what), 1.0)
-        )
-    early, last = (_value(result, key, what=LONG) for key in ("early", "last"))
-    grown = None if early is None or last is None else last / early
-    found.append(Target("100,000 tokens: bytes, last piece : third", grown, 1.01))
     return found
 
 
@@ -294,35 +260,7 @@ def section(result: Result, picture: str) -> str:
     held = harness.table(["MiB", "", *(f"T = {n}" for n in lengths)], rows)
     crops = [[way, *(_crop(result, way))] for way in WAYS]
     drafts = harness.table(["draft three, take back two", "MiB", "s"], crops)
-    return "\n\n".join(
-        [held, _turns(result), drafts, *_trained(result), f"![Bytes held by the number of steps]({picture})"]
-    )
-
-
-def _trained(result: Result) -> list[str]:
-    """What trainers run, beside the padded batch and `generate`; and a long rollout."""
-    rows = []
-    for cell in cells_of(result, "train"):
-        if cell["what"] == LONG:
-            continue
-        theirs, ours, *_ = TRAINED[cell["what"]]
-        seconds = [_value(result, f"s, {way}", **cell) for way in (theirs, ours)]
-        held = [
-            _value(result, f"bytes, {way}", **cell) or _value(result, f"peak, {way}", **cell) for way in (theirs, ours)
-        ]
-        shown = ["-" if x is None else harness.digits(x) for x in (*seconds, _value(result, f"ratio, {ours}", **cell))]
-        rows.append([cell["what"], *shown, *("-" if x is None else harness.digits(x / MIB) for x in held)])
-    names = ("padded, s", "ours, s", "ratio", "padded, MiB", "ours, MiB")
-    found = [harness.table(["what trainers run", *names], rows, 1)] if rows else []
-    long = {"kind": "train", "what": LONG}
-    tokens, early, last, spent = (_value(result, key, **long) for key in ("tokens", "early", "last", "seconds"))
-    if tokens and early and last and spent:
-        found.append(
-            f"A {LONG} through a rolling window of {hf_trainers.WINDOW} tokens and {hf_trainers.SINKS} sinks: at most "
-            f"{harness.digits(early / MIB)} MiB in the third piece, {harness.digits(last / MIB)} MiB in the last, "
-            f"{harness.digits(spent / tokens * 1000)} ms a token."
-        )
-    return found
+    return "\n\n".join([held, _turns(result), drafts, f"![Bytes held by the number of steps]({picture})"])
 
 
 def summary(result: Result) -> list[str]:
