@@ -69,7 +69,7 @@ def summary(result: Result) -> list[str]:
     if early and last and spent:
         text.append(
             f"A {LONG} through a rolling window of {trainers.WINDOW} tokens and {trainers.SINKS} sinks, takes at most "
-            f"{harness.digits(early / MIB)} MiB in its third piece and {harness.digits(last / MIB)} MiB in its last, and "
+            f"{harness.digits(early / MIB)} MiB in its third piece, {harness.digits(last / MIB)} MiB in its last, and "
             f"{harness.digits(spent / trainers.LONG * 1000)} ms a token."
         )
     return text
