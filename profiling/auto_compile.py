@@ -4,8 +4,8 @@
     python profiling/auto_compile.py --short     # the LSTM alone
 
 Processor seconds beyond `import torch` of calls with their backward, one thread, a median of three processes; machine
-code of the bodies is on disk, as in the second run of a program. The bodies are those of `first_call.py`, with 16 and
-with 200 steps.
+code of the bodies is on disk, as in the second run of a program. The bodies are those of `first_call.py`, and of
+`bodies.py` those that need no package, with 16 and with 200 steps.
 """
 
 import json
@@ -29,6 +29,14 @@ CALLS = (1, 10, 100)
 STEPS = (16, 200)
 PROCESSES = {"quick": 1, "short": 3, "usual": 3}
 BOUND = 1.5
+OTHERS = ("maml", "slstm", "called")
+OTHER = """
+sys.path.insert(0, {folder!r})
+from compiled_loops.body_workloads import BODIES
+body = BODIES[{name!r}]({steps}, torch.float32)
+def call():
+    body.scan(compile={how}).backward()
+"""
 PROGRAM = """
 import json, sys, time
 import torch
@@ -45,6 +53,8 @@ print(json.dumps({"seconds": time.process_time() - start}))
 
 def program(body: str, steps: int, how: str) -> str:
     """What a body's text sets up, and its call as a function."""
+    if body in OTHERS:
+        return OTHER.format(folder=str(ROOT / "profiling"), name=body, steps=steps, how=HOW[how])
     lines = BODIES[body].strip().replace('"strict"', HOW[how]).replace("torch.randn(16,", f"torch.randn({steps},")
     texts = lines.splitlines()
     first = next(i for i, line in enumerate(texts) if "tl.scan(" in line)
@@ -52,7 +62,7 @@ def program(body: str, steps: int, how: str) -> str:
 
 
 def cells(args: Namespace) -> list[harness.Cell]:
-    bodies = list(BODIES) if args.set == "usual" else list(BODIES)[:1]
+    bodies = [*BODIES, *OTHERS] if args.set == "usual" else list(BODIES)[:1]
     return [
         {"kind": "auto", "body": body, "steps": steps, "calls": calls, "processes": PROCESSES[args.set]}
         for body in bodies
