@@ -204,7 +204,9 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
         first = count - seen[:, 0].sum(-1)
         if bool((seen[:, 0] == (place >= first[:, None])).all()):
             return (first if bool(first.any()) else None), None, None
-    return None, seen.clone(), None  # backward reads it, and the caller may change his
+    # Backward reads it, and the caller may change his; where it is the same for all rows, once.
+    own = mask[:, 0].clone().expand_as(seen)
+    return None, own, None
 
 
 def mask(*args: Any, config: Any = None, dtype: Any = torch.float32, **options: Any) -> Tensor | None:
