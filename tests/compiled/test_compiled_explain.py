@@ -169,7 +169,7 @@ def test_other_values_of_compile_are_refused_or_off(wrong: Any):
     if not wrong:
         assert tl.scan(*call, compile=wrong)[0].tolist() == [3, 3]
     else:
-        with pytest.raises(TypeError, match='scan: compile must be True, False or "strict", got'):
+        with pytest.raises(TypeError, match='scan: compile must be True, False, "auto" or "strict", got'):
             tl.scan(*call, compile=wrong)
 
 
