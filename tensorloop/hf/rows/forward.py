@@ -138,7 +138,8 @@ def _run(
 ) -> Any:
     """Runs a model for all tokens (1, N, ...), or for what is wanted of its logits at some places."""
     if not len(laid.ids):  # models do not take nothing, and who shares their gradients must run them all the same
-        one = PackedTensor(laid.ids.new_zeros(1), [1])
+        least = 1 + (0 if (learned := Learned.find(model)) is None else learned.tokens)
+        one = PackedTensor(laid.ids.new_zeros(least), [least])
         return shorten(_run(model, inner, lay_rows(one, find_numbering(inner)), options, None), wanted)
     rows = CallRows(laid.dim, trees=laid.trees)
     copied = copy_for_rows(model, rows)
