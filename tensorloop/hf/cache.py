@@ -402,7 +402,9 @@ def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
     context: list[Any] = []
     for layer in cache.layers:
         if isinstance(layer, ArrayLayer):
-            leaves += (*layer.arrays, *map(TensorArray.unstack, layer.before or ()))  # whose rows are where loops look
+            # As arrays, whose rows are where loops look for them. What a map makes of leaves may be anything.
+            before = (TensorArray.unstack(x) if isinstance(x, Tensor) else x for x in layer.before or ())
+            leaves += (*layer.arrays, *before)
             context.append((layer.kind, layer.dropped, layer.before is not None))
         else:
             context.append(layer)
@@ -416,8 +418,8 @@ def _unflatten(leaves: Iterable[Any], context: Any) -> TrainCache:
         if isinstance(x, tuple):
             kind, dropped, more = x
             arrays = next(left), next(left)
-            before = (next(left).stack(), next(left).stack()) if more else None
-            layers.append(ArrayLayer(arrays, kind, dropped, before))
+            kept: Any = tuple(x.stack() if isinstance(x := next(left), TensorArray) else x for _ in range(2 * more))
+            layers.append(ArrayLayer(arrays, kind, dropped, kept or None))
         else:
             layers.append(x)
     return TrainCache.of_layers(layers)

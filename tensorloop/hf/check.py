@@ -17,6 +17,7 @@ from tensorloop.hf import certificate
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.known import ATTENTION
 from tensorloop.hf.positions import find_numbering, has_table
+from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.prompt import read_prompt
 from tensorloop.hf.rollouts import rollout
 from tensorloop.hf.rows.forward import packed_forward
@@ -153,7 +154,7 @@ def check_attention(
 
     Raises:
         TypeError: no model of transformers.
-        ValueError: rows that are none.
+        ValueError: rows that are none, a prompt that PEFT learns.
         RuntimeError: the model itself fails for them, or gives NaN.
 
     Example:
@@ -167,6 +168,8 @@ def check_attention(
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
         raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
+    if Learned.find(model) is not None:
+        raise WrongValue("model has a prompt that PEFT learns, which its forward puts before each call; give its base")
     steps = arguments.at_least(1, max_new_tokens, "max_new_tokens")
     mask = read_prompt(input_ids, attention_mask).mask
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask

@@ -4,6 +4,7 @@ import ast
 import inspect
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -158,3 +159,12 @@ def test_the_certificate_is_of_layers_that_are_there() -> None:
         assert certificate.signature(modeling_llama.LlamaAttention) in found["attention"]
     names = " ".join(found["attention"].values()).split()
     assert len(names) == len(set(names))
+
+
+def test_a_prompt_that_peft_learns_is_refused() -> None:
+    for kind in (peft.PrefixTuningConfig, peft.PromptTuningConfig):
+        model: Any = peft.get_peft_model(build("grouped"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with pytest.raises(ValueError, match=r"check_attention: model has a prompt that PEFT learns, .* give its base"):
+            hf.check_attention(model, torch.tensor([[3, 4, 5]]))
+        with model.disable_adapter():
+            assert hf.check_attention(model, torch.tensor([[3, 4, 5]]))

@@ -300,6 +300,8 @@ def test_rows_leave_a_loop_whose_cache_holds_sinks_or_was_moved(sinks: int, comp
         return cache, step(model, cache, last[:, None])[:, 0].argmax(-1), count + 1, row
 
     for cache in (rolling, moved):
+        all_rows = tl.scan(lambda c, x: (c, step(model, c, x[:, None])), copy.copy(cache), IDS[:, :4].T, checkpoints=2)
+        torch.testing.assert_close(all_rows[1][:, :, 0].transpose(0, 1), decode(model, copy.copy(cache), IDS[:, :4]))
         assert first_layer(cache).before is not None
         begun = copy.copy(cache), IDS[:, 0], torch.zeros(2, dtype=torch.int64), torch.arange(2)
         last = tl.while_loop(going, body, begun, compact=compact)[1]

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -119,3 +120,25 @@ def test_what_has_no_such_part_is_refused() -> None:
         hf.packed_forward(build("llama"), rows(), return_dict=True, output_attentions=True)
     with pytest.raises(TypeError, match="return_dict must be"):
         hf.packed_forward(build("llama"), rows(), return_dict=1)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+def test_the_routers_loss_of_no_tokens() -> None:
+    model, none = experts(), tl.PackedTensor(IDS[0, :0], [0])
+    log_probs, aux = hf.completion_logprobs(model, none, none, return_aux_loss=True)
+    assert (len(log_probs.values), aux.item()) == (0, 0)
+    (log_probs.values.sum() + aux).backward()
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's own calls
+def test_a_router_does_not_count_the_places_of_a_prefix() -> None:
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    base = experts()
+    model: Any = peft.get_peft_model(base, settings).double()
+    with pytest.raises(ValueError, match="packed_forward: the loss of model's router would count the places of PEFT's"):
+        hf.packed_forward(model, rows(), return_dict=True, **MORE)
+    with pytest.raises(ValueError, match="completion_logprobs: the loss of model's router would count"):
+        hf.completion_logprobs(model, rows(), rows(), return_aux_loss=True)
+    base.config.output_router_logits = True
+    with pytest.raises(ValueError, match="packed_forward: the loss of model's router would count"):
+        hf.packed_forward(model, rows(), return_dict=True)
+    assert hf.packed_forward(model, rows()).lens.tolist() == LENS

@@ -20,10 +20,14 @@ def lengthen(learned: Learned, rows: PackedTensor) -> PackedTensor:
     return made
 
 
-def fill(learned: Learned, rows: CallRows, dim: Dim, routed: bool) -> None:
+def refuse_routed(learned: Learned | None, routed: bool) -> None:
+    """Raises where the loss of a router would count places that hold no tokens."""
+    if routed and learned is not None and learned.is_keys:
+        raise WrongValue("the loss of model's router would count the places of PEFT's prefix, which are no tokens")
+
+
+def fill(learned: Learned, rows: CallRows, dim: Dim) -> None:
     """Makes `learned.model`, a copy, call the model within it with what is learned in these places."""
-    if routed and learned.is_keys:
-        raise WrongValue("return_aux_loss: the router would see the places of PEFT's prefix, which are no tokens")
     text = learned.model.get_base_model().config.get_text_config(decoder=True)
     own = certificate.is_served(text) and not known.shares_keys(text) and not known.makes_keys_of_latents(text)
     if learned.is_keys and not own:
