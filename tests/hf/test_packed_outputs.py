@@ -10,6 +10,7 @@ import transformers
 import tensorloop as tl
 from tensorloop import hf
 from tests.support.hf_models import FEW, VOCABULARY
+from tests.support.hf_odd_models import odd
 from tests.support.hf_prompts import build
 
 IDS = torch.randint(3, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(2))
@@ -120,6 +121,14 @@ def test_what_has_no_such_part_is_refused() -> None:
         hf.packed_forward(build("llama"), rows(), return_dict=True, output_attentions=True)
     with pytest.raises(TypeError, match="return_dict must be"):
         hf.packed_forward(build("llama"), rows(), return_dict=1)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_streams_of_hidden_states_are_not_taken_for_tokens(count: int) -> None:
+    model = odd("gemma3n")
+    assert model.config.get_text_config().altup_num_inputs == 4
+    with pytest.raises(TypeError, match=rf"model gives hidden_states of shape \(4, 1, {count}, 16\), expected a part"):
+        hf.packed_forward(model, tl.PackedTensor(IDS[2, :count], [count]), return_dict=True, output_hidden_states=True)
 
 
 def test_the_routers_loss_of_no_tokens() -> None:
