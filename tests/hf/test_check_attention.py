@@ -168,3 +168,17 @@ def test_a_prompt_that_peft_learns_is_refused() -> None:
             hf.check_attention(model, torch.tensor([[3, 4, 5]]))
         with model.disable_adapter():
             assert hf.check_attention(model, torch.tensor([[3, 4, 5]]))
+
+
+def test_what_is_no_difference_is_not_said_to_be_one() -> None:
+    model = build("grouped", "sdpa")
+    model.lm_head.register_forward_hook(lambda _, __, x: x.index_fill(-1, torch.tensor([5]), -torch.inf))
+    assert hf.check_attention(model, IDS, LEFT)
+    config = transformers.BertConfig(vocab_size=41, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    report = hf.check_attention(transformers.BertForMaskedLM(config), IDS)
+    assert {x.kind for x in report.checks if x.way.startswith("TrainCache")} == {"refused"}
+    with pytest.raises(RuntimeError, match="gives NaN for rows with padding, by 'eager' attention in"):
+        hf.check_attention(odd("longrope", "eager"), IDS, LEFT)
+    assert hf.check_attention(odd("dynamic", "eager"), IDS, LEFT, dtype=torch.float32)
+    with pytest.raises(TypeError, match=r"check_attention: dtype must be a torch.dtype of floats, got"):
+        hf.check_attention(model, IDS, dtype=torch.int64)
