@@ -153,6 +153,23 @@ def test_a_prefix_that_is_longer_than_a_window(model: str) -> None:
     equal(ours, logits, torch.cat([ours(row[None], use_cache=False).logits[0, -len(row) :] for row in ROWS]))
 
 
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_virtual_tokens_are_numbered_where_padding_is_not(kind: str, padding: int) -> None:
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.RobertaConfig(**sizes, intermediate_size=24, is_decoder=True, pad_token_id=padding)
+    base = transformers.RobertaForCausalLM(config)
+    torch.nn.init.normal_(base.roberta.embeddings.position_embeddings.weight)
+    ours: Any = peft.get_peft_model(base, KINDS[kind]()).double().eval()
+    logits = hf.packed_forward(ours, tl.PackedTensor.from_list(ROWS)).values
+    equal(ours, logits, torch.cat([ours(row[None], use_cache=False).logits[0, -len(row) :] for row in ROWS]))
+    rows = tl.PackedTensor.from_list(ROWS)
+    found = hf.completion_logprobs(ours, rows, rows[[0, 0, 1, 1, 2, 2]], group=2)
+    twice = [row for row in ROWS for _ in range(2)]
+    equal(ours, found.values, torch.cat(forced(ours, twice, twice)))
+
+
 @pytest.mark.parametrize("kind", ["prefix", "prompt"])
 def test_no_tokens(kind: str) -> None:
     model = tuned(kind, "grouped")

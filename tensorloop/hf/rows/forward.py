@@ -104,7 +104,7 @@ def packed_forward(model: nn.Module, ids: PackedTensor, *, return_dict: bool = F
     check_model(model)
     check_ids(ids, "ids")
     learned = Learned.find(model)
-    rows = ids if learned is None else lengthen(learned, ids)
+    rows = ids if learned is None else lengthen(learned, ids, find_numbering(inner))
     _check_fit(inner, rows, options, whole=return_dict)
     out = _run(model, inner, lay_rows(rows, find_numbering(inner)), options, None)
     count = 0 if learned is None else learned.tokens

@@ -8,14 +8,16 @@ from torch import Tensor
 
 from tensorloop._common.errors import WrongValue
 from tensorloop.hf import certificate, known
+from tensorloop.hf.positions import Numbering
 from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.rows.attention import CallRows
 from tensorloop.packed import Dim, PackedTensor
 
 
-def lengthen(learned: Learned, rows: PackedTensor) -> PackedTensor:
-    """The rows with places for the virtual tokens before them."""
-    none = rows.values.new_zeros(learned.tokens * len(rows.lens))
+def lengthen(learned: Learned, rows: PackedTensor, numbering: Numbering | None) -> PackedTensor:
+    """The rows with places for the virtual tokens before them, which a model counts as tokens."""
+    any_token = int(numbering is not None and numbering.padding == 0)
+    none = rows.values.new_full((learned.tokens * len(rows.lens),), any_token)
     made: Any = torch.cat([PackedTensor(none, torch.full_like(rows.lens, learned.tokens)), rows], 1)
     return made
 
