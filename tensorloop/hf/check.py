@@ -173,7 +173,7 @@ def check_attention(
     Raises:
         TypeError: no model of transformers.
         ValueError: rows that are none, a prompt that PEFT learns.
-        RuntimeError: the model itself fails for them, or gives NaN.
+        RuntimeError: the model itself fails for them, or gives NaN, as "eager" attention in float64 does of padding.
 
     Example:
         >>> import transformers
