@@ -236,6 +236,20 @@ class TrainCache(DynamicCache):
                 raise ValueError("TrainCache: attention_mask has padding; with sinks give rows of one length")
         return super().get_mask_sizes(query_length, layer_idx)
 
+    def crop(self, tokens_to_remove: int) -> None:
+        """Forgets the last tokens, in all layers or, where one of them cannot, in none.
+
+        Args:
+            tokens_to_remove: int, their number, negative.
+
+        Raises:
+            TypeError, ValueError: another number; tokens that a window let go of, or that were moved, would be needed.
+        """
+        for layer in self.layers:
+            if isinstance(layer, ArrayLayer):
+                layer.check_crop(tokens_to_remove)
+        super().crop(tokens_to_remove)
+
     @named("TrainCache.detach")
     def detach(self) -> "TrainCache":
         """Makes a cache of the same tokens without their gradient, and without those that a window has passed.
@@ -284,6 +298,8 @@ class TrainCache(DynamicCache):
             if not isinstance(layer, ArrayLayer) or layer.kind.rolling is not None:
                 what = "rolls" if isinstance(layer, ArrayLayer) else f"is {type(layer).__name__}"
                 raise WrongValue(f"layer {i} {what}; only caches of attention that hold all tokens can be offloaded")
+        if not isinstance(place, str | os.PathLike):
+            raise WrongType(f"place must be 'cpu' or a folder, got {arguments.describe(place)}")
         move = _to_cpu if place == "cpu" else partial(_to_file, Path(place))
         return self.of_layers([layer.moved(move) for layer in self.layers if isinstance(layer, ArrayLayer)])
 
@@ -386,7 +402,9 @@ def _flatten(cache: TrainCache) -> tuple[list[Any], Any]:
     context: list[Any] = []
     for layer in cache.layers:
         if isinstance(layer, ArrayLayer):
-            leaves += (*layer.arrays, *(layer.before or ()))
+            # As arrays, whose rows are where loops look for them. What a map makes of leaves may be anything.
+            before = (TensorArray.unstack(x) if isinstance(x, Tensor) else x for x in layer.before or ())
+            leaves += (*layer.arrays, *before)
             context.append((layer.kind, layer.dropped, layer.before is not None))
         else:
             context.append(layer)
@@ -400,7 +418,8 @@ def _unflatten(leaves: Iterable[Any], context: Any) -> TrainCache:
         if isinstance(x, tuple):
             kind, dropped, more = x
             arrays = next(left), next(left)
-            layers.append(ArrayLayer(arrays, kind, dropped, (next(left), next(left)) if more else None))
+            kept: Any = tuple(x.stack() if isinstance(x := next(left), TensorArray) else x for _ in range(2 * more))
+            layers.append(ArrayLayer(arrays, kind, dropped, kept or None))
         else:
             layers.append(x)
     return TrainCache.of_layers(layers)

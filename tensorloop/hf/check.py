@@ -17,6 +17,7 @@ from tensorloop.hf import certificate
 from tensorloop.hf.cache import TrainCache
 from tensorloop.hf.known import ATTENTION
 from tensorloop.hf.positions import find_numbering, has_table
+from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.prompt import read_prompt
 from tensorloop.hf.rollouts import rollout
 from tensorloop.hf.rows.forward import packed_forward
@@ -104,6 +105,24 @@ class _Oracle:
         if bool(found.isnan().any()):
             raise Misuse(f"model itself gives NaN for these rows, by {name!r} attention")
 
+    def check_padded(self, own: str, plain: str) -> None:
+        """Raises where its own attention makes NaN of padding: "eager" in float64 does, with a softmax in float32."""
+        if self.pairs or bool(self.mask.all()):
+            return
+        self.model.set_attn_implementation(own)
+        try:
+            with torch.no_grad():
+                found = _padded(self)[0]
+        except Exception:  # which each way says for itself
+            return
+        finally:
+            self.model.set_attn_implementation(plain)
+        if bool(found.isnan().any()):
+            raise Misuse(
+                f"model itself gives NaN for rows with padding, by {own!r} attention in {found.dtype}; give "
+                "dtype=torch.float32, or rows of one length"
+            )
+
     def forced(self, rows: list[Tensor], tokens: PackedTensor) -> Tensor:
         """Log-probabilities of all tokens, by one pass over each row."""
         found = []
@@ -153,8 +172,8 @@ def check_attention(
 
     Raises:
         TypeError: no model of transformers.
-        ValueError: rows that are none.
-        RuntimeError: the model itself fails for them, or gives NaN.
+        ValueError: rows that are none, a prompt that PEFT learns.
+        RuntimeError: the model itself fails for them, or gives NaN, as "eager" attention in float64 does of padding.
 
     Example:
         >>> import transformers
@@ -167,6 +186,10 @@ def check_attention(
     """
     if not isinstance(model, nn.Module) or not hasattr(model, "set_attn_implementation"):
         raise WrongType(f"model must be a model of transformers, got {arguments.describe(model)}")
+    if Learned.find(model) is not None:
+        raise WrongValue("model has a prompt that PEFT learns, which its forward puts before each call; give its base")
+    if dtype is not None and not (isinstance(dtype, torch.dtype) and dtype.is_floating_point):
+        raise WrongType(f"dtype must be a torch.dtype of floats, got {arguments.describe(dtype)}")
     steps = arguments.at_least(1, max_new_tokens, "max_new_tokens")
     mask = read_prompt(input_ids, attention_mask).mask
     mask = torch.ones_like(input_ids, dtype=torch.bool) if mask is None else mask
@@ -177,6 +200,7 @@ def check_attention(
         plain = _first_of(tried, ("eager", own))
         oracle = _Oracle(tried, input_ids, mask)
         oracle.check(plain)
+        oracle.check_padded(own, plain)
         said = [_ask(oracle, plain, tolerance, *way) for way in _ways(oracle, own, steps)]
     text = tried.config.get_text_config(decoder=True)
     known = certificate.is_served(text)
@@ -234,6 +258,8 @@ def _padded(oracle: _Oracle) -> tuple[Tensor, Callable[[], Tensor]]:
 
 def _cached(oracle: _Oracle) -> tuple[Tensor, Callable[[], Tensor]]:
     takes, length = signature_of(oracle.model), oracle.ids.shape[1]
+    if takes.cache is None:
+        raise WrongValue("model takes no cache of keys")
     cache = TrainCache(oracle.model.config)
     chunks = [(0, length // 2), *((i, i + 1) for i in range(length // 2, length))]
     out = []
@@ -310,6 +336,8 @@ def _off(found: list[Tensor], wanted: list[Tensor]) -> float:
     """The largest difference, relative to the largest number."""
     if len(found) != len(wanted) or any(x.shape != y.shape for x, y in zip(found, wanted, strict=True)):
         raise WrongValue("model gives other shapes, or gradients in one way alone")
-    scale = max((float(y.abs().max()) for y in wanted if y.numel()), default=1.0) or 1.0
-    worst = [float((x - y).abs().max()) / scale for x, y in zip(found, wanted, strict=True) if y.numel()]
+    finite = (y.masked_fill(y.isinf(), 0) for y in wanted if y.numel())  # tokens that a model rules out are -inf
+    scale = max((float(y.abs().max()) for y in finite), default=1.0) or 1.0
+    pairs = zip(found, wanted, strict=True)
+    worst = [float((x - y).masked_fill(x == y, 0).abs().max()) / scale for x, y in pairs if y.numel()]
     return max((float("inf") if x != x else x for x in worst), default=0.0)

@@ -16,6 +16,7 @@ from tensorloop.hf.positions import Positions, config_positions, find_numbering,
 from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.prompt import Prompt, Source, check_left, read_embeds, read_features, read_made, read_prompt
 from tensorloop.hf.signature import signature_of
+from tensorloop.tensor_array import TensorArray
 
 # Of configs: what keys of a cache depend on.
 _SIZES = ("model_type", "hidden_size", "num_attention_heads", "num_key_value_heads", "head_dim", "rope_parameters")
@@ -106,8 +107,7 @@ class Decoder:
                 "positions; give prompts of one length at a time"
             )
         if self.learned is not None:
-            windows = any(isinstance(x, ArrayLayer) and x.is_sliding for x in self.new_cache().layers)
-            given = _put_before(self.learned, given, self.embedding, holes and not windows)
+            given = _put_before(self.learned, given, self.embedding, self.new_cache(), holes)
         check_left(given.mask, holes)
         return given._replace(more=self._read_more(given, more)) if more else given, None
 
@@ -347,24 +347,29 @@ def _first_of(model: Any, *names: str) -> Any:
     return None
 
 
-def _put_before(learned: Learned, prompt: Prompt, embedding: Any, gaps: bool) -> Prompt:
-    """The prompt with the virtual tokens: in the cache, or as embeddings after the padding of each row.
+def _put_before(learned: Learned, prompt: Prompt, embedding: Any, own: TrainCache, gaps: bool) -> Prompt:
+    """The prompt with the virtual tokens: in `own`, an empty cache, or as embeddings after the padding of each row.
 
-    `gaps`: whether padding may stand between what is in the cache and the first token, which a window counts.
+    `gaps`: whether padding may stand between what is in the cache and the first token, where no window counts it.
     """
     rows, count = len(prompt.new), prompt.new.shape[1]
     if prompt.held:
         raise WrongValue("past_key_values cannot be given: PEFT's prompt is what the cache of model begins with")
     ones = torch.ones(rows, learned.tokens, dtype=torch.bool, device=prompt.new.device)
     mask = None if prompt.mask is None else torch.cat([ones, prompt.mask], 1)
-    made = learned.model.get_prompt(rows)
+    gaps = gaps and not any(isinstance(x, ArrayLayer) and x.is_sliding for x in own.layers)
     if learned.is_keys and mask is not None and not gaps:
         raise WrongValue(
             "attention_mask has padding, which would stand between PEFT's prefix and the tokens: searches, and "
             "models with windows, take prompts of one length at a time"
         )
     if learned.is_keys:
-        return prompt._replace(mask=mask, past=TrainCache.of(made, learned.model.config), held=learned.tokens)
+        for layer, pair in zip(own.layers, learned.keys(rows), strict=True):
+            if isinstance(layer, ArrayLayer) and pair is not None:
+                keys, values = (TensorArray.unstack(x.permute(2, 0, 1, 3)) for x in pair)
+                layer.arrays = keys, values
+        return prompt._replace(mask=mask, past=own, held=learned.tokens)
+    made = learned.model.get_prompt(rows)
     new = embedding(prompt.new) if prompt.new.dim() == 2 else prompt.new
     new = torch.cat([made.to(new.dtype), new], 1)
     if mask is None or prompt.mask is None:

@@ -18,7 +18,7 @@ from tensorloop.hf.advice import Advice
 from tensorloop.hf.attention import autocast, stand_ins
 from tensorloop.hf.known import ATTENTION
 from tensorloop.tensor_array import TensorArray
-from tensorloop.tensor_array.internals import kind_of
+from tensorloop.tensor_array.internals import kind_of, store_of
 
 _SLACK = 16  # tokens more than a window that are let go of together
 
@@ -91,6 +91,11 @@ class ArrayLayer(CacheLayerMixin):
         return made
 
     @property
+    def recorded(self) -> bool:
+        """Whether what it holds has a graph, which a copy without gradients would cut."""
+        return any(store is not None and store.requires_grad for store in map(store_of, self.arrays))
+
+    @property
     def missing(self) -> int:
         """How many tokens are not in the arrays."""
         return self.dropped + (0 if self.before is None else len(self.before[0]))
@@ -154,8 +159,8 @@ class ArrayLayer(CacheLayerMixin):
 
     def take_in(self, keys: Tensor, values: Tensor, undo: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
         """Takes in new tokens, as `update` does. `undo` takes them back: for attention that cannot go on with them."""
-        if self.forgets and not torch.is_grad_enabled():  # before: what comes now can be taken back
-            self.forget(slack=max(_SLACK, self.kind.width // 8))
+        if self.forgets and self.kind.width and not torch.is_grad_enabled() and not self.recorded:
+            self.forget(slack=max(_SLACK, self.kind.width // 8))  # before: what comes now can be taken back
         self.write(keys, values)
         new = keys.shape[2]
         if self.kind.reads_arrays and (start := self.start_of(new)) is not None:
@@ -273,6 +278,13 @@ class ArrayLayer(CacheLayerMixin):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Forgets the last tokens: their number, negative."""
+        self.check_crop(tokens_to_remove)
+        left = len(self.arrays[0]) + tokens_to_remove
+        for array in self.arrays:
+            array.truncate(max(0, left))
+
+    def check_crop(self, tokens_to_remove: int) -> None:
+        """Raises where `crop` cannot go back so far."""
         if not isinstance(tokens_to_remove, int):
             raise TypeError(f"TrainCache.crop: the number of tokens to remove must be an int, got {tokens_to_remove!r}")
         if tokens_to_remove > 0:
@@ -291,8 +303,6 @@ class ArrayLayer(CacheLayerMixin):
                 f"TrainCache.crop: without its last {-tokens_to_remove} tokens the window begins at {first}, which was "
                 "let go"
             )
-        for array in self.arrays:
-            array.truncate(max(0, left))
 
     def reset(self) -> None:
         """Forgets all tokens."""

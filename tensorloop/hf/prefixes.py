@@ -6,7 +6,8 @@ and the model within is called.
 
 from typing import Any, NamedTuple
 
-from torch import nn
+from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import PreTrainedModel
 
 from tensorloop._common.errors import WrongValue
@@ -34,3 +35,20 @@ class Learned(NamedTuple):
             if isinstance(found, PreTrainedModel):
                 break
         return None
+
+    def keys(self, rows: int) -> list[tuple[Tensor, Tensor] | None]:
+        """(keys, values) (B, heads, n, D) of layers, 0 where a window let go of them; None of one without keys."""
+        made = self.model.get_prompt(rows)
+        count = self.model.get_base_model().config.get_text_config(decoder=True).num_hidden_layers
+        if count != len(made.layers):
+            raise WrongValue(f"model has {count} layers and PEFT's prefix {len(made.layers)}")
+        found: list[tuple[Tensor, Tensor] | None] = []
+        for i, layer in enumerate(made.layers):
+            if known.is_dummy(layer):
+                found.append(None)
+                continue
+            if not layer.get_seq_length():
+                raise WrongValue(f"PEFT's prefix has no keys for layer {i} of model, whose size is another")
+            keys, values = (F.pad(x, (0, 0, self.tokens - x.shape[2], 0)) for x in (layer.keys, layer.values))
+            found.append((keys, values))
+        return found

@@ -4,6 +4,7 @@ import ast
 import inspect
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -158,3 +159,26 @@ def test_the_certificate_is_of_layers_that_are_there() -> None:
         assert certificate.signature(modeling_llama.LlamaAttention) in found["attention"]
     names = " ".join(found["attention"].values()).split()
     assert len(names) == len(set(names))
+
+
+def test_a_prompt_that_peft_learns_is_refused() -> None:
+    for kind in (peft.PrefixTuningConfig, peft.PromptTuningConfig):
+        model: Any = peft.get_peft_model(build("grouped"), kind(task_type="CAUSAL_LM", num_virtual_tokens=3))
+        with pytest.raises(ValueError, match=r"check_attention: model has a prompt that PEFT learns, .* give its base"):
+            hf.check_attention(model, torch.tensor([[3, 4, 5]]))
+        with model.disable_adapter():
+            assert hf.check_attention(model, torch.tensor([[3, 4, 5]]))
+
+
+def test_what_is_no_difference_is_not_said_to_be_one() -> None:
+    model = build("grouped", "sdpa")
+    model.lm_head.register_forward_hook(lambda _, __, x: x.index_fill(-1, torch.tensor([5]), -torch.inf))
+    assert hf.check_attention(model, IDS, LEFT)
+    config = transformers.BertConfig(vocab_size=41, hidden_size=16, num_hidden_layers=1, num_attention_heads=2)
+    report = hf.check_attention(transformers.BertForMaskedLM(config), IDS)
+    assert {x.kind for x in report.checks if x.way.startswith("TrainCache")} == {"refused"}
+    with pytest.raises(RuntimeError, match="gives NaN for rows with padding, by 'eager' attention in"):
+        hf.check_attention(odd("longrope", "eager"), IDS, LEFT)
+    assert hf.check_attention(odd("dynamic", "eager"), IDS, LEFT, dtype=torch.float32)
+    with pytest.raises(TypeError, match=r"check_attention: dtype must be a torch.dtype of floats, got"):
+        hf.check_attention(model, IDS, dtype=torch.int64)

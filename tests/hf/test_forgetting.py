@@ -14,6 +14,7 @@ from transformers import DynamicCache
 import tensorloop as tl
 from tensorloop import hf
 from tests.support.hf_models import CACHE, decode, gradients, model_of
+from tests.support.hf_prompts import build
 
 IDS = torch.randint(3, 41, (2, 60), generator=torch.Generator().manual_seed(0))
 ATTENTION = ["sdpa", "tensorloop"]
@@ -122,6 +123,35 @@ def test_tokens_can_be_taken_back_as_far_as_the_window_has_them() -> None:
             cache.detach().crop(-2)
         with pytest.raises(ValueError, match=r"TrainCache.crop: 59 tokens are to be removed, and \d+ can be"):
             cache.crop(-59)
+
+
+def test_tokens_are_taken_back_in_all_layers_or_in_none() -> None:
+    model = build("gemma2", "eager", layer_types=["full_attention", "sliding_attention"])
+    cache: Any = hf.TrainCache(model.config)
+    with torch.no_grad():
+        decode(model, cache, IDS)
+        cache = cache.detach()
+        with pytest.raises(ValueError, match=r"TrainCache.crop: without its last 2 tokens the window begins at"):
+            cache.crop(-2)
+    assert slots_of(cache) == [60, 3]
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_a_step_without_gradients_cuts_no_gradient(attention: str) -> None:
+    model = model_of("mistral", attention)
+
+    def run(count: int, *, looks: bool) -> list[Tensor]:
+        cache = hf.TrainCache(model.config)
+        step(model, cache, IDS[:, :count])
+        for _ in range(looks):
+            with torch.no_grad():
+                step(model, copy.copy(cache), IDS[:, :1])
+                step(model, cache, IDS[:, count : count + 1])
+            cache.crop(-1)
+        return gradients(model, step(model, cache, IDS[:, count : count + 2]))
+
+    for count in (10, 50):
+        torch.testing.assert_close(run(count, looks=True), run(count, looks=False))
 
 
 # -- truncated gradients
@@ -251,6 +281,36 @@ def test_a_rolling_cache_is_a_carry() -> None:
     torch.testing.assert_close(got.transpose(0, 1), rolled(model, longer, [1] * 64, 6, 2)[:, 60:])
 
 
+@pytest.mark.parametrize("compact", [False, True])
+@pytest.mark.parametrize("sinks", [2, 3])
+def test_rows_leave_a_loop_whose_cache_holds_sinks_or_was_moved(sinks: int, compact: bool) -> None:
+    model, counts = model_of("grouped").eval(), torch.tensor([2, 5])
+    rolling = hf.TrainCache(model.config, window=6, sinks=sinks)
+    with torch.no_grad():
+        decode(model, rolling, IDS[:, :40])
+        moved = hf.TrainCache(model.config)
+        decode(model, moved, IDS[:, :sinks])
+        moved = moved.offload_to("cpu")
+
+    def going(carry: Any) -> Tensor:
+        return carry[2] < counts[carry[3]]
+
+    def body(carry: Any) -> Any:
+        cache, last, count, row = carry
+        return cache, step(model, cache, last[:, None])[:, 0].argmax(-1), count + 1, row
+
+    for cache in (rolling, moved):
+        all_rows = tl.scan(lambda c, x: (c, step(model, c, x[:, None])), copy.copy(cache), IDS[:, :4].T, checkpoints=2)
+        torch.testing.assert_close(all_rows[1][:, :, 0].transpose(0, 1), decode(model, copy.copy(cache), IDS[:, :4]))
+        assert first_layer(cache).before is not None
+        begun = copy.copy(cache), IDS[:, 0], torch.zeros(2, dtype=torch.int64), torch.arange(2)
+        last = tl.while_loop(going, body, begun, compact=compact)[1]
+        wanted, twin = [IDS[:, 0]], copy.copy(cache)
+        for _ in range(5):
+            wanted.append(step(model, twin, wanted[-1][:, None])[:, 0].argmax(-1))
+        assert last.tolist() == [int(wanted[2][0]), int(wanted[5][1])]
+
+
 def test_padding_with_a_rolling_window() -> None:
     model, ids = model_of("grouped"), IDS[:, :30]
     mask = torch.ones_like(ids)
@@ -329,6 +389,8 @@ def test_bad_input(tmp_path: Path) -> None:
     with pytest.raises(ValueError, match=r"offload_to: place must be 'cpu' or a folder, got '.*none', which"):
         plain.offload_to(tmp_path / "none")
     assert plain.get_seq_length() == 4
+    with pytest.raises(TypeError, match="offload_to: place must be 'cpu' or a folder, got"):
+        plain.offload_to(torch.device("cpu"))  # pyright: ignore[reportArgumentType]
     for given, why in ((cache, "rolls"), (plain.offload_to("cpu"), "was moved by offload_to")):
         step(model, given, IDS[:, :2])
         with pytest.raises(ValueError, match=f"rollout: past_key_values {why}: rollouts go on from one that holds its"):

@@ -10,6 +10,7 @@ from torch import Tensor
 
 import tensorloop as tl
 from tensorloop import hf
+from tests.support.hf_odd_models import odd
 from tests.support.hf_prompts import build
 
 pytestmark = pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's own calls
@@ -136,6 +137,59 @@ def test_packed_passes(kind: str, model: str) -> None:
             hf.completion_logprobs(ours, tl.PackedTensor(IDS[0, :0], [0]), tl.PackedTensor(IDS[0], [6]))
     each = tl.PackedTensor.from_list(rows)
     equal(ours, hf.completion_logprobs(ours, each, completions).values, wanted)
+
+
+@pytest.mark.parametrize("model", ["mistral", "gemma2", "gemma3"])
+def test_a_prefix_that_is_longer_than_a_window(model: str) -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=9)
+    ours: Any = peft.get_peft_model(build(model), config).double().eval()
+    torch.nn.init.normal_(ours.prompt_encoder.default.embedding.weight, std=0.5)
+    hyps = hf.beam_search(ours, IDS, beam_size=2, max_steps=4, eos_token_id=[])
+    wanted = forced(ours, [row for row in IDS for _ in range(2)], list(hyps.tokens.unbind()))
+    equal(ours, hyps.scores.flatten(), torch.stack([x.sum() for x in wanted]))
+    said = hf.rollout(ours, IDS, max_new_tokens=4, eos_token_id=[])
+    equal(ours, said.log_probs.values, torch.cat(forced(ours, list(IDS), list(said.tokens.unbind()))))
+    logits = hf.packed_forward(ours, tl.PackedTensor.from_list(ROWS)).values
+    equal(ours, logits, torch.cat([ours(row[None], use_cache=False).logits[0, -len(row) :] for row in ROWS]))
+
+
+@pytest.mark.parametrize("padding", [0, 1])
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_virtual_tokens_are_numbered_where_padding_is_not(kind: str, padding: int) -> None:
+    torch.manual_seed(0)
+    sizes: Any = {"vocab_size": 41, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4}
+    config = transformers.RobertaConfig(**sizes, intermediate_size=24, is_decoder=True, pad_token_id=padding)
+    base = transformers.RobertaForCausalLM(config)
+    torch.nn.init.normal_(base.roberta.embeddings.position_embeddings.weight)
+    ours: Any = peft.get_peft_model(base, KINDS[kind]()).double().eval()
+    logits = hf.packed_forward(ours, tl.PackedTensor.from_list(ROWS)).values
+    equal(ours, logits, torch.cat([ours(row[None], use_cache=False).logits[0, -len(row) :] for row in ROWS]))
+    rows = tl.PackedTensor.from_list(ROWS)
+    found = hf.completion_logprobs(ours, rows, rows[[0, 0, 1, 1, 2, 2]], group=2)
+    twice = [row for row in ROWS for _ in range(2)]
+    equal(ours, found.values, torch.cat(forced(ours, twice, twice)))
+
+
+@pytest.mark.parametrize("kind", ["prefix", "prompt"])
+def test_no_tokens(kind: str) -> None:
+    model = tuned(kind, "grouped")
+    for count in (0, 2):
+        none = tl.PackedTensor(IDS[0, :0], [0] * count)
+        logits = hf.packed_forward(model, none)
+        assert (len(logits.lens), logits.values.shape) == (count, (0, 41))
+        logits.values.sum().backward()
+        assert hf.completion_logprobs(model, none, none).values.shape == (0,)
+
+
+@pytest.mark.filterwarnings("ignore:Prefix tuning injected into layers:UserWarning")  # PEFT's own
+@pytest.mark.parametrize("model", ["diffllama", "jetmoe", "gemma3n", "gemma4"])
+def test_a_prefix_where_attention_has_other_keys_than_the_cache(model: str) -> None:
+    config = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    ours: Any = peft.get_peft_model(odd(model, "sdpa"), config).double().eval()
+    with pytest.raises(ValueError, match=r"packed_forward: model \(.*\) is not known to attend to the keys of each"):
+        hf.packed_forward(ours, tl.PackedTensor.from_list(ROWS))
+    said = hf.rollout(ours, IDS, max_new_tokens=4, eos_token_id=[])
+    equal(ours, said.log_probs.values, torch.cat(forced(ours, list(IDS), list(said.tokens.unbind()))))
 
 
 def test_an_adapter_that_is_off_is_not_there() -> None:

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import peft
 import pytest
 import torch
 import transformers
@@ -9,6 +10,7 @@ import transformers
 import tensorloop as tl
 from tensorloop import hf
 from tests.support.hf_models import FEW, VOCABULARY
+from tests.support.hf_odd_models import odd
 from tests.support.hf_prompts import build
 
 IDS = torch.randint(3, VOCABULARY, (3, 6), generator=torch.Generator().manual_seed(2))
@@ -119,3 +121,33 @@ def test_what_has_no_such_part_is_refused() -> None:
         hf.packed_forward(build("llama"), rows(), return_dict=True, output_attentions=True)
     with pytest.raises(TypeError, match="return_dict must be"):
         hf.packed_forward(build("llama"), rows(), return_dict=1)  # pyright: ignore[reportCallIssue, reportArgumentType]
+
+
+@pytest.mark.parametrize("count", [3, 4])
+def test_streams_of_hidden_states_are_not_taken_for_tokens(count: int) -> None:
+    model = odd("gemma3n")
+    assert model.config.get_text_config().altup_num_inputs == 4
+    with pytest.raises(TypeError, match=rf"model gives hidden_states of shape \(4, 1, {count}, 16\), expected a part"):
+        hf.packed_forward(model, tl.PackedTensor(IDS[2, :count], [count]), return_dict=True, output_hidden_states=True)
+
+
+def test_the_routers_loss_of_no_tokens() -> None:
+    model, none = experts(), tl.PackedTensor(IDS[0, :0], [0])
+    log_probs, aux = hf.completion_logprobs(model, none, none, return_aux_loss=True)
+    assert (len(log_probs.values), aux.item()) == (0, 0)
+    (log_probs.values.sum() + aux).backward()
+
+
+@pytest.mark.filterwarnings("ignore:`past_key_values` is deprecated:FutureWarning")  # PEFT's own calls
+def test_a_router_does_not_count_the_places_of_a_prefix() -> None:
+    settings = peft.PrefixTuningConfig(task_type="CAUSAL_LM", num_virtual_tokens=3)
+    base = experts()
+    model: Any = peft.get_peft_model(base, settings).double()
+    with pytest.raises(ValueError, match="packed_forward: the loss of model's router would count the places of PEFT's"):
+        hf.packed_forward(model, rows(), return_dict=True, **MORE)
+    with pytest.raises(ValueError, match="completion_logprobs: the loss of model's router would count"):
+        hf.completion_logprobs(model, rows(), rows(), return_aux_loss=True)
+    base.config.output_router_logits = True
+    with pytest.raises(ValueError, match="packed_forward: the loss of model's router would count"):
+        hf.packed_forward(model, rows(), return_dict=True)
+    assert hf.packed_forward(model, rows()).lens.tolist() == LENS

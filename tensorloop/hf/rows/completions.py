@@ -126,12 +126,13 @@ def completion_logprobs(
     group = arguments.at_least(1, group, "group")
     _check_packed(prompts, completions)
     prompts, completions = prompts.to(torch.int64), completions.to(torch.int64)
+    numbering = find_numbering(inner)
     if (learned := Learned.find(model)) is not None:
         if learned.is_keys:  # which have no states that predict a token
             _check_rows(prompts, completions, group)
-        prompts = lengthen(learned, prompts)
+        prompts = lengthen(learned, prompts, numbering)
     _check_rows(prompts, completions, group)
-    laid, places = lay_completions(prompts, completions, group, find_numbering(inner))
+    laid, places = lay_completions(prompts, completions, group, numbering)
     tokens = completions.values
 
     def score(head: Any, states: Tensor, read: Any) -> Tensor:

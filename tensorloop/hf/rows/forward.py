@@ -18,7 +18,7 @@ from tensorloop.hf.prefixes import Learned
 from tensorloop.hf.rows import encoders
 from tensorloop.hf.rows.attention import CallRows, copy_for_rows
 from tensorloop.hf.rows.heads import Wanted, replace_logits
-from tensorloop.hf.rows.learned import fill, lengthen
+from tensorloop.hf.rows.learned import fill, lengthen, refuse_routed
 from tensorloop.hf.rows.mixers import run_by_rows
 from tensorloop.hf.rows.outputs import pack_output, shorten
 from tensorloop.hf.signature import CACHES, signature_of
@@ -104,11 +104,12 @@ def packed_forward(model: nn.Module, ids: PackedTensor, *, return_dict: bool = F
     check_model(model)
     check_ids(ids, "ids")
     learned = Learned.find(model)
-    rows = ids if learned is None else lengthen(learned, ids)
+    rows = ids if learned is None else lengthen(learned, ids, find_numbering(inner))
     _check_fit(inner, rows, options, whole=return_dict)
     out = _run(model, inner, lay_rows(rows, find_numbering(inner)), options, None)
     count = 0 if learned is None else learned.tokens
     if return_dict:
+        refuse_routed(learned, getattr(out, "aux_loss", None) is not None)
         return pack_output(out, rows.dims[0], count)
     found = PackedTensor(_scores(out)[0], rows.dims[0])
     return found[:, count:] if count else found
@@ -126,6 +127,7 @@ def score_rows(
 ) -> tuple[Tensor, Tensor | None]:
     """Returns what is wanted of the head of a model after some tokens, (M, k), and the router's loss, if wanted."""
     _check_fit(inner, laid.rows, options)
+    refuse_routed(Learned.find(model), wanted.router)
     out = _run(model, inner, laid, options, wanted)
     aux = getattr(out, "aux_loss", None) if wanted.router else None
     if wanted.router and aux is None:
@@ -138,13 +140,14 @@ def _run(
 ) -> Any:
     """Runs a model for all tokens (1, N, ...), or for what is wanted of its logits at some places."""
     if not len(laid.ids):  # models do not take nothing, and who shares their gradients must run them all the same
-        one = PackedTensor(laid.ids.new_zeros(1), [1])
+        least = 1 + (0 if (learned := Learned.find(model)) is None else learned.tokens)
+        one = PackedTensor(laid.ids.new_zeros(least), [least])
+        options |= {"output_router_logits": True} if wanted is not None and wanted.router else {}
         return shorten(_run(model, inner, lay_rows(one, find_numbering(inner)), options, None), wanted)
     rows = CallRows(laid.dim, trees=laid.trees)
     copied = copy_for_rows(model, rows)
     if (learned := Learned.find(copied)) is not None:
-        routed = wanted.router if wanted is not None else bool(options.get("output_router_logits"))
-        fill(learned, rows, laid.dim, routed)
+        fill(learned, rows, laid.dim)
     text = inner.config.get_text_config(decoder=True)
     alike = {*get_layer_types_and_kwargs(text)[0]} <= _KINDS
     layers = text.num_hidden_layers if alike else run_by_rows(copied, rows)

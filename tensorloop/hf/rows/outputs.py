@@ -24,10 +24,10 @@ def _pack(x: Any, name: str, dim: Dim, first: int) -> Any:
         return tuple(_pack(part, name, dim, first) for part in x)
     if not isinstance(x, Tensor) or not x.dim():
         return x
-    x = x[0] if x.dim() > 2 and len(x) == 1 else x  # routers have all tokens in the first dim
-    if len(x) != dim.total:
+    one = x.dim() > 2  # routers have all tokens in the first dim
+    if x.shape[: 1 + one] != (*(1,) * one, dim.total):
         raise WrongType(f"model gives {name} of shape {tuple(x.shape)}, expected a part for each of {dim.total} tokens")
-    rows = PackedTensor(x, dim)
+    rows = PackedTensor(x[0] if one else x, dim)
     return rows[:, first:] if first else rows
 
 
