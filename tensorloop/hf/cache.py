@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongIndex, WrongType, WrongValue, named
 from tensorloop._common.pytree import register
+from tensorloop.hf import known
 from tensorloop.hf.advice import Advice
 from tensorloop.hf.layers import ArrayLayer, Kind
 from tensorloop.hf.signature import takes_caches_away
@@ -90,6 +91,8 @@ class TrainCache(DynamicCache):
             raise WrongValue(f"sinks is {sinks}, but without window= all tokens are seen")
         rolling = None if window is None else (arguments.at_least(1, window, "window"), sinks)
         config = config.get_text_config(decoder=True)
+        if rolling is not None and known.biases_by_slot(config):
+            raise WrongValue("window is given, but model's attention has a bias by place in the cache (ALiBi)")
         kinds, options = get_layer_types_and_kwargs(config)
         layers: list[Any] = []
         advice = Advice(config)

@@ -182,6 +182,12 @@ def refuse_shared(config: Any) -> None:
         raise WrongValue("model has layers that share the keys of others: that needs transformers 5.24")
 
 
+def biases_by_slot(config: Any) -> bool:
+    """Whether attention has a bias that grows with the place of a key in the cache, as ALiBi has."""
+    inner = getattr(config, "attn_config", None)
+    return getattr(config, "model_type", "") == "bloom" or any(getattr(x, "alibi", False) for x in (config, inner))
+
+
 def makes_keys_of_latents(config: Any) -> bool:
     """Whether a model caches latents, of which it makes keys and values after `update`, at each step (MLA)."""
     try:

@@ -380,6 +380,14 @@ def test_bad_input(tmp_path: Path) -> None:
     cache = hf.TrainCache(model.config, window=4)
     with pytest.raises(ValueError, match="TrainCache: sinks is 2, but without window= all tokens are seen"):
         hf.TrainCache(model.config, sinks=2)
+    for config in (
+        transformers.BloomConfig(),
+        transformers.MptConfig(),
+        transformers.FalconConfig(alibi=True),
+    ):
+        with pytest.raises(ValueError, match="TrainCache: window is given, but model's attention has a bias by place"):
+            hf.TrainCache(config, window=4)
+    assert hf.TrainCache(transformers.FalconConfig(), window=4).get_seq_length() == 0
     with pytest.raises(ValueError, match="TrainCache: window must be"):
         hf.TrainCache(model.config, window=0)
     with pytest.raises(ValueError, match=r"offload_to: layer 0 rolls; only caches of attention that hold all"):
