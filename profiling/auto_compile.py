@@ -5,7 +5,7 @@
 
 Processor seconds beyond `import torch` of calls with their backward, one thread, a median of three processes; machine
 code of the bodies is on disk, as in the second run of a program. The bodies are those of `first_call.py`, and of
-`bodies.py` those that need no package, with 16 and with 200 steps.
+`bodies.py` those that need no package, with 16 and with 200 steps; and the programs of `programs.py`, with 64.
 """
 
 import json
@@ -26,7 +26,7 @@ ROOT = Path(__file__).parents[1]
 HOW = {"eager": "False", "compiled": "True", "auto": '"auto"'}
 UNSTABLE = {("linear algebra", 200)}  # its matrix is no longer positive there
 CALLS = (1, 10, 100)
-STEPS = (16, 200)
+STEPS, PORT_STEPS = (16, 200), 64
 PROCESSES = {"quick": 1, "short": 3, "usual": 3}
 BOUND = 1.5
 OTHERS = ("maml", "slstm", "called")
@@ -36,6 +36,30 @@ from compiled_loops.body_workloads import BODIES
 body = BODIES[{name!r}]({steps}, torch.float32)
 def call():
     body.scan(compile={how}).backward()
+"""
+PORTED = (
+    "ntm",
+    "dnc",
+    "tacotron",
+    "ode",
+    "maml of programs.py",
+    "transducer",
+    "pondering",
+    "pondernet",
+    "whisper",
+    "mamba",
+)
+PORT = """
+sys.path[:0] = [{folder!r}, "."]
+def told(loop):
+    return lambda *args, **options: loop(*args, **(options | dict(compile={how})))
+for name in ("scan", "while_loop", "fori_loop", "map"):
+    setattr(tl, name, told(getattr(tl, name)))
+import programs
+args, leaves = programs.made({name!r}.split()[0], {steps})
+after = programs.module({name!r}.split()[0]).after
+def call():
+    torch.autograd.grad(after(*args), leaves, allow_unused=True)
 """
 PROGRAM = """
 import json, sys, time
@@ -53,6 +77,8 @@ print(json.dumps({"seconds": time.process_time() - start}))
 
 def program(body: str, steps: int, how: str) -> str:
     """What a body's text sets up, and its call as a function."""
+    if body in PORTED:
+        return PORT.format(folder=str(ROOT / "profiling"), name=body, steps=steps, how=HOW[how])
     if body in OTHERS:
         return OTHER.format(folder=str(ROOT / "profiling"), name=body, steps=steps, how=HOW[how])
     lines = BODIES[body].strip().replace('"strict"', HOW[how]).replace("torch.randn(16,", f"torch.randn({steps},")
@@ -62,11 +88,11 @@ def program(body: str, steps: int, how: str) -> str:
 
 
 def cells(args: Namespace) -> list[harness.Cell]:
-    bodies = [*BODIES, *OTHERS] if args.set == "usual" else list(BODIES)[:1]
+    bodies = [*BODIES, *OTHERS, *PORTED] if args.set == "usual" else list(BODIES)[:1]
     return [
         {"kind": "auto", "body": body, "steps": steps, "calls": calls, "processes": PROCESSES[args.set]}
         for body in bodies
-        for steps in (STEPS if args.set == "usual" else STEPS[:1])
+        for steps in ((PORT_STEPS,) if body in PORTED else STEPS if args.set == "usual" else STEPS[:1])
         if (body, steps) not in UNSTABLE
         for calls in (CALLS if args.set != "quick" else CALLS[:1])
     ]
@@ -134,7 +160,7 @@ def draw(result: Result, path: Path) -> None:
     """A point for each body and number of steps, by the number of calls."""
     with plots.drawing(path, (6, 3.6)) as drawn:
         axes = drawn.subplots()
-        for number, steps in enumerate(STEPS):
+        for number, steps in enumerate(sorted((*STEPS, PORT_STEPS))):
             found = [(cell["calls"], ratio(result, cell)) for cell in cells_of(result) if cell["steps"] == steps]
             points = [(calls * (1 + 0.1 * number), x) for calls, x in found if x is not None]
             if points:

@@ -7,6 +7,7 @@ replays.
 
 import copy
 from collections.abc import Callable, Iterable
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, Self
 
 import torch
@@ -28,6 +29,8 @@ from tensorloop.tensor_array.array import TensorArray
 Body = Callable[[int, Any, list[Any], tuple[Any, ...]], tuple[Any, Any]]
 Condition = Callable[..., Any]
 State = list[Any]
+
+_UNCOUNTED = nullcontext()
 
 
 class Loop:
@@ -71,6 +74,7 @@ class Loop:
         self.context = Context(context)
         # Told of leaves that no function of the body made. Who wants to know does steps again, from any state.
         self.note: Callable[[Iterable[Any]], None] | None = None
+        self.counting: list[AbstractContextManager[Any]] = []  # what counts the operations of one step, of all copies
         self.last_tree: tuple[Any, Any] = (None, None)  # a state, and the tree that it came in
         self.departed_rows: list[tuple[Tensor, list[Any]]] = []  # (ids, leaves of the carry) of rows that left
         self.going = True  # whether there is another step, as far as was asked
@@ -142,7 +146,12 @@ class Loop:
 
     def call(self, t: int, state: State, row: list[Any]) -> tuple[Any, Any]:
         """Runs the body for step t and returns its result."""
-        return self.body(t, self.tree_of(state), row, self.context_at(t))
+        with self.counted():
+            return self.body(t, self.tree_of(state), row, self.context_at(t))
+
+    def counted(self) -> AbstractContextManager[Any]:
+        """A block for a call of the body, whose operations are counted if nobody has."""
+        return self.counting.pop() if self.counting else _UNCOUNTED
 
     def checked(self, carry: Any, t: int) -> State:
         """The leaves of what the body returned."""

@@ -161,7 +161,8 @@ class RowsLoop(Loop):
         as_it_came = all_active and cut is None and state is self.last_tree[0]
         tree = self.last_tree[1] if as_it_came else self.carry.tree.unflatten(given)
         body = self.body if all_active or not rows.batched else self._body_of_some
-        returned, y = body(t, tree, row, self.context_at(t))
+        with self.counted():
+            returned, y = body(t, tree, row, self.context_at(t))
         new = self.checked(returned, t)
         last = [x if rows.holds(x) else None for x in given]
         if self.note is not None:  # else they are detached when they are needed

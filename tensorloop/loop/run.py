@@ -1,6 +1,5 @@
 """How a loop is run: as machine code, as a Python loop, or as one node of the graph that keeps a few carries."""
 
-from contextlib import nullcontext
 from typing import Any
 
 from tensorloop._common import scope
@@ -23,15 +22,17 @@ def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compil
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
         around.check_inner_loop(loop)
         compile = auto.compile if compile is None else compile
-        compiles, work = auto.choose(loop) if compile == "auto" else (bool(compile), None)
+        compiles, work = auto.choose(loop, plan is not None) if compile == "auto" else (bool(compile), None)
         found = front.run(loop, compile, plan) if compiles else None
         if isinstance(found, tuple):
             bar.update(found[0].taken)
             return found
         if loop.slices is not None:
             loop.slices.begin()
+        if work is not None and work.operations is None:
+            loop.counting = [auto.Counting(work)]
         if plan is None or not node.applies(loop):
-            done = _run(loop, bar, work)
+            done = _run(loop, bar)
         else:
             around.check_inner(plan)
             done = node.run(loop, plan, length, bar)
@@ -76,19 +77,14 @@ def _of_rows(loop: Loop) -> Loop:
     return with_known_rows(loop, slices.rows()) if isinstance(slices, PackedSlices) else loop
 
 
-def _run(loop: Loop, progress: Progress, work: auto.Work | None) -> tuple[Loop, Any]:
-    """Runs a loop as a Python loop would: autograd keeps what the body's operations save, and nothing else is kept.
-
-    `work`: of what kind it is, if the operations of a step are to be counted.
-    """
+def _run(loop: Loop, progress: Progress) -> tuple[Loop, Any]:
+    """Runs a loop as a Python loop would: autograd keeps what the body's operations save, and nothing else is kept."""
     state = loop.begin()
     slices = loop.slices
     try:
         while (loop := loop.ask(state)).going:
             t = loop.taken
-            row = [] if slices is None else slices.row(t)
-            with nullcontext() if t or work is None or work.operations else auto.Counting(work):
-                state, y = loop.step(t, state, row)
+            state, y = loop.step(t, state, [] if slices is None else slices.row(t))
             if loop.outputs is not None:
                 loop.outputs.add(y, t)
             if slices is not None:

@@ -18,7 +18,8 @@ from tensorloop.loop.loop import Loop
 
 # Microseconds of one core, as `profiling/auto_compile.py` has them (AMD EPYC, torch 2.13): their ratios matter.
 OPERATION, WITH_GRADIENT = 3, 8  # of an eager step's operation, forward; forward and backward
-PLAN, PLANNED = 80_000, 3_000  # of a plan with the first loading of the compiler, and of each operation in it
+PLAN, PLANNED = 60_000, 2_500  # of a plan with the first loading of the compiler, and of each operation in it
+REPLAYED = 3  # times as much, with checkpoints
 GUESSED = 8  # operations of a step that nobody has counted
 MOST_LOOPS = 512
 
@@ -26,34 +27,37 @@ MOST_LOOPS = 512
 class Work:
     """Holds what is known of a kind of loop: operations of a step, and the microseconds of its eager steps so far."""
 
-    def __init__(self) -> None:
+    def __init__(self, times: int) -> None:
+        self.times = times  # how much more a step costs than its operations, once forward and backward
         self.operations: int | None = None
         self.done = 0
+        self.steps = 0  # of the last call
         self.state = "eager"  # or "compiled", "refused"
 
     def note(self, loop: Loop, steps: int, asked: bool) -> None:
         """Notes an eager call that is over; `asked`: it was to be compiled."""
         if asked and not is_left(loop):
             self.state = "refused"
-        self.done += cost_of(steps, self.operations or GUESSED)
+        self.steps = steps
+        self.done += self.times * cost_of(steps, self.operations or GUESSED)
 
 
 _known: dict[Hashable, Work] = {}
 
 
-def choose(loop: Loop) -> tuple[bool, Work]:
-    """Whether a loop is compiled now, and what is known of its kind."""
+def choose(loop: Loop, checkpointed: bool) -> tuple[bool, Work]:
+    """Whether a loop is compiled now, and what is known of its kind; `checkpointed`: steps run again in backward."""
     functions, carry, _, grad = kind_of(loop)
-    kind = functions, carry, grad  # of any length, as its plan is
+    kind = functions, carry, grad, checkpointed  # of any length, as its plan is
     if len(_known) >= MOST_LOOPS and kind not in _known:
         _known.clear()
-    work = _known.setdefault(kind, Work())
+    work = _known.setdefault(kind, Work(REPLAYED if checkpointed else 1))
     if work.state == "refused" or torch.are_deterministic_algorithms_enabled():
         return False, work
     if work.state == "eager":
         operations = GUESSED if work.operations is None else work.operations
-        steps = (loop.length or 0) if loop.cond is None and loop.until is None else 0
-        if work.done + cost_of(steps, operations) < PLAN + PLANNED * operations:
+        steps = (loop.length or 0) if loop.cond is None and loop.until is None else work.steps
+        if work.done + work.times * cost_of(steps, operations) < PLAN + PLANNED * operations:
             return False, work
         work.state = "compiled"
     return True, work
