@@ -247,6 +247,17 @@ class TrainCache(DynamicCache):
 
         Raises:
             TypeError, ValueError: another number; tokens that a window let go of, or that were moved, would be needed.
+
+        Example:
+            >>> import transformers
+            >>> config = transformers.LlamaConfig(
+            ...     vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
+            ... )
+            >>> cache = tl.hf.TrainCache(config)
+            >>> _ = cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
+            >>> cache.crop(-2)
+            >>> cache.get_seq_length()
+            1
         """
         for layer in self.layers:
             if isinstance(layer, ArrayLayer):

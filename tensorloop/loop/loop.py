@@ -7,7 +7,7 @@ replays.
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager, nullcontext
+from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -29,8 +29,6 @@ from tensorloop.tensor_array.array import TensorArray
 Body = Callable[[int, Any, list[Any], tuple[Any, ...]], tuple[Any, Any]]
 Condition = Callable[..., Any]
 State = list[Any]
-
-_UNCOUNTED = nullcontext()
 
 
 class Loop:
@@ -146,12 +144,10 @@ class Loop:
 
     def call(self, t: int, state: State, row: list[Any]) -> tuple[Any, Any]:
         """Runs the body for step t and returns its result."""
-        with self.counted():
-            return self.body(t, self.tree_of(state), row, self.context_at(t))
-
-    def counted(self) -> AbstractContextManager[Any]:
-        """A block for a call of the body, whose operations are counted if nobody has."""
-        return self.counting.pop() if self.counting else _UNCOUNTED
+        if self.counting:
+            with self.counting.pop():
+                return self.body(t, self.tree_of(state), row, self.context_at(t))
+        return self.body(t, self.tree_of(state), row, self.context_at(t))
 
     def checked(self, carry: Any, t: int) -> State:
         """The leaves of what the body returned."""

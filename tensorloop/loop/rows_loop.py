@@ -3,6 +3,7 @@
 What becomes of the values of rows that have stopped, and how rows leave the batch, is `stopped_rows`' business.
 """
 
+from contextlib import nullcontext
 from typing import Any
 
 import torch
@@ -161,7 +162,7 @@ class RowsLoop(Loop):
         as_it_came = all_active and cut is None and state is self.last_tree[0]
         tree = self.last_tree[1] if as_it_came else self.carry.tree.unflatten(given)
         body = self.body if all_active or not rows.batched else self._body_of_some
-        with self.counted():
+        with self.counting.pop() if self.counting else nullcontext():
             returned, y = body(t, tree, row, self.context_at(t))
         new = self.checked(returned, t)
         last = [x if rows.holds(x) else None for x in given]

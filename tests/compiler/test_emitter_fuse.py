@@ -160,7 +160,7 @@ def test_no_function_is_called_more_often_than_the_body_is_long(of: Callable[[in
     grown = {
         name: (few[name], more[name], many[name])
         for name in many
-        if many[name] - more[name] > 1.3 * 300 / 90 * (more[name] - few[name]) + 100
+        if many[name] - more[name] > 1.3 * 300 / 90 * (more[name] - few[name]) + 300
     }
     assert not grown
     assert len(many) > 300

@@ -74,7 +74,17 @@ def test_public_names():
     loops += ["fixed_point"]
     risks = ["edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"]
     assert sorted(tl.__all__) == sorted(
-        [*classes, *loops, *risks, "attention", "beam_search", "pack_padded", "regroup", "while_loop"]
+        [
+            *classes,
+            *loops,
+            *risks,
+            "attention",
+            "beam_search",
+            "pack_padded",
+            "regroup",
+            "set_default_compile",
+            "while_loop",
+        ]
     )
     for name in tl.__all__:
         assert getattr(tl, name).__module__.startswith("tensorloop."), name

@@ -36,7 +36,7 @@ OF_KERNELS = {
 # Public functions of other names; a schedule and a type compute nothing.
 OF_FUNCTIONS = {"map": "scan", "fori_loop": "while_loop", "pack_padded": "pack", "RegroupPlan": "regroup"}
 TEXT = {"explain"}  # says what would be done, and does nothing
-AROUND = {"carrying", "first_only"}  # loops that are there, as others are given them
+AROUND = {"carrying", "first_only", "set_default_compile"}  # loops that are there, as others are given them
 NO_NUMBERS = {"Checkpoints", "Dim", "PackedTensor", "TensorArray"}
 
 
