@@ -1,11 +1,11 @@
 """Loops with `compile="auto"` beside eager and compiled ones: 1, 10 and 100 calls in a fresh process.
 
-    python profiling/auto_compile.py             # some 12 minutes
+    python profiling/auto_compile.py             # some 10 minutes
     python profiling/auto_compile.py --short     # the LSTM alone
 
-Processor seconds beyond `import torch` of calls with their backward, one thread, a median of three processes; machine
-code of the bodies is on disk, as in the second run of a program. The bodies are those of `first_call.py`, and of
-`bodies.py` those that need no package, with 16 and with 200 steps; and the programs of `programs.py`, with 64.
+Processor seconds beyond `import torch` of calls with their backward, one thread, a process each, in turns; machine code
+of the bodies is on disk, as in the second run of a program. The bodies are those of `first_call.py`, those of
+`bodies.py` that need no package, and the programs of `programs.py`, with 64 steps.
 """
 
 import json
@@ -24,10 +24,10 @@ from running.script import Result, Script, Target
 
 ROOT = Path(__file__).parents[1]
 HOW = {"eager": "False", "compiled": "True", "auto": '"auto"'}
-UNSTABLE = {("linear algebra", 200)}  # its matrix is no longer positive there
+UNSTABLE = {("linear algebra", 64)}  # its matrix is no longer positive there
 CALLS = (1, 10, 100)
-STEPS, PORT_STEPS = (16, 200), 64
-PROCESSES = {"quick": 1, "short": 3, "usual": 3}
+STEPS, PORT_STEPS = (64,), 64
+PROCESSES = {"quick": 1, "short": 3, "usual": 1}
 BOUND = 1.5
 OTHERS = ("maml", "slstm", "called")
 OTHER = """
@@ -160,7 +160,7 @@ def draw(result: Result, path: Path) -> None:
     """A point for each body and number of steps, by the number of calls."""
     with plots.drawing(path, (6, 3.6)) as drawn:
         axes = drawn.subplots()
-        for number, steps in enumerate(sorted((*STEPS, PORT_STEPS))):
+        for number, steps in enumerate(sorted({*STEPS, PORT_STEPS})):
             found = [(cell["calls"], ratio(result, cell)) for cell in cells_of(result) if cell["steps"] == steps]
             points = [(calls * (1 + 0.1 * number), x) for calls, x in found if x is not None]
             if points:

@@ -109,7 +109,8 @@ def test_what_a_killed_process_left_is_cleared_away(tmp_path: Path) -> None:
     folder.put("a", b"code")
     for name, age in (("old.part", 2 * object_cache.ABANDONED_S), ("young.part", 5), ("other.txt", 10**8)):
         (tmp_path / name).write_bytes(b"half")
-        os.utime(tmp_path / name, (time.time() - age,) * 2)
+        then = time.time() - age
+        os.utime(tmp_path / name, (then, then))
     folder.put("b", b"code")
     assert {path.name for path in tmp_path.iterdir()} == {"a.o", "b.o", "young.part", "other.txt"}
 
