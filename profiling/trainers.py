@@ -1,6 +1,6 @@
 """What trainers of language models run, beside padded rows and `generate`: time in turns, bytes counted.
 
-    python profiling/trainers.py             # some 20 minutes
+    python profiling/trainers.py             # some 30 minutes
     python profiling/trainers.py --short     # a toy GRPO step
 
 Models are Llamas of four layers of width 128, 4 heads on 2; that of the GRPO step and of the long rollout has two
@@ -40,7 +40,7 @@ LONG = "rollout of 100,000 tokens, trained in pieces of 500"
 
 def cells(args: Namespace) -> list[harness.Cell]:
     rows = {"quick": (), "short": (GRPO,), "usual": (*ROWS, LONG)}[args.set]
-    return [{"kind": "train", "what": what} for what in rows]
+    return [{"kind": "train", "what": what} | ({"limit_s": 3600} if what == LONG else {}) for what in rows]
 
 
 def run_cell(cell: harness.Cell) -> dict[str, Any]:
