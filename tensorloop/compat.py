@@ -78,7 +78,7 @@ def torch_scan(
         raise WrongValue("xs has no tensor to run over, only None; give it one")
     dim = _dim_of(first[0], dim)
     with _saying({"body_fn": "combine_fn"}):
-        carry, ys = _scan(combine_fn, init, xs, dim=dim, reverse=reverse)
+        carry, ys = _scan(combine_fn, init, xs, dim=dim, reverse=reverse, compile=False)
     return carry, mapped(lambda y: y.movedim(-1, 0) if isinstance(y, Tensor) and y.dim() <= dim else y, ys)
 
 
@@ -131,7 +131,7 @@ def torch_while_loop(
         return out
 
     with _saying({" in init": " in carried_inputs"}):
-        carried = _while_loop(cond, body, init)
+        carried = _while_loop(cond, body, init, compile=False)
     given = [x for x in leaves(init) if isinstance(x, Tensor)]
     return mapped(lambda x: x.clone() if any(x is y for y in given) else x, carried)
 

@@ -237,6 +237,7 @@ def rollout(
         compact=not any(x is not None and x.all_rows for x in (processor, stop)),
         return_steps=True,
         checkpoints=checkpoints,
+        compile=False,
         progress=progress,
     )
     found = (x and pack_padded(x.stack().transpose(0, 1), lens + 1) for x in carry.made)

@@ -15,7 +15,7 @@ from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import with_known_rows
 
 
-def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile = None) -> tuple[Loop, Any]:
+def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile = False) -> tuple[Loop, Any]:
     """Runs a loop as it was asked to: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
     plan = node.plan_of(checkpoints)

@@ -72,12 +72,29 @@ def test_a_long_loop_is_compiled_at_once_and_lengths_are_counted_together() -> N
     assert work().state == "compiled"
 
 
-def test_without_gradients_steps_cost_less() -> None:
+def test_without_gradients_steps_cost_less_and_are_counted_apart() -> None:
     with torch.no_grad():
-        assert auto.cost_of(10, 4) < auto.cost_of(10, 4) * auto.WITH_GRADIENT / auto.OPERATION
         call(50, compile="auto")
     call(50, compile="auto")
-    assert len(auto._known) == 2
+    less, more = (found.done for found in auto._known.values())
+    assert 0 < less < more
+
+
+def test_a_call_without_a_step_says_nothing() -> None:
+    call(20_000, compile="auto")
+    assert call(0, compile="auto")[1].shape == (0, 2, 4)
+    assert work().state == "compiled"
+    call(20_000, compile="auto")
+    assert work().state == "compiled"
+
+
+def test_a_step_that_fails_is_not_counted() -> None:
+    def fails(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        raise KeyError(h + x)
+
+    with pytest.raises(KeyError):
+        tl.scan(fails, torch.zeros(4), torch.ones(3, 4), compile="auto")
+    assert work().operations is None
 
 
 def test_what_cannot_be_compiled_stays_eager_without_a_word() -> None:
@@ -155,6 +172,33 @@ def test_a_default_for_loops_that_are_not_told() -> None:
     finally:
         before.__exit__()
     assert auto.compile is False
+
+
+def test_loops_within_other_functions_are_as_they_were() -> None:
+    def step(state: tuple[()], tokens: Tensor) -> tuple[tuple[()], Tensor]:
+        return state, torch.linspace(-1, 1, 25).view(5, 5).sin()[tokens].log_softmax(-1)
+
+    def run() -> Any:
+        found = tl.beam_search(step, (), batch_size=2, beam_size=2, bos_id=0, eos_id=4, max_steps=3)
+        root = tl.fixed_point(torch.cos, torch.zeros(3))
+        last, _ = tl.compat.torch_scan(lambda c, x: (c + x, c.clone()), torch.tensor(0), torch.arange(4))
+        grown = tl.compat.torch_while_loop(lambda i: i < 3, lambda i: (i + 1,), (0,))
+        sums = tl.associative_scan(torch.add, torch.arange(5.0))
+        return found.scores, root, grown, sums, last
+
+    expected = run()
+    for how in ("strict", True, "auto"):
+        with tl.set_default_compile(how):  # pyright: ignore[reportArgumentType]
+            torch.testing.assert_close(run(), expected)
+    assert not auto._known
+
+
+def test_a_default_can_be_set_again() -> None:
+    told = tl.set_default_compile("auto")
+    for _ in range(2):
+        with told:
+            assert auto.compile == "auto"
+        assert auto.compile is False
 
 
 def test_bad_input() -> None:

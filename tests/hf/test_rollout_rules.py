@@ -7,6 +7,7 @@ import torch
 import transformers
 from torch import Tensor
 
+import tensorloop as tl
 from tensorloop import hf
 from tests.support.hf_prompts import ENDS, build, force, prompts
 
@@ -248,3 +249,15 @@ def test_training_mode_without_gradients(feed: str) -> None:
         drawn = [hf.rollout(noisy, ids, mask, max_new_tokens=4, eos_token_id=[], feed=feed) for _ in range(2)]
     assert noisy.training
     assert not torch.equal(drawn[0].log_probs.values, drawn[1].log_probs.values)
+
+
+def test_a_default_for_compiling_is_for_loops_of_ones_own() -> None:
+    model = build("grouped")
+    ids = torch.tensor([[3, 4, 5], [6, 7, 8]])
+    given: Any = {"max_new_tokens": 4, "eos_token_id": []}
+    expected = hf.rollout(model, ids, **given).log_probs.values
+    with tl.set_default_compile("strict"):
+        torch.testing.assert_close(hf.rollout(model, ids, **given).log_probs.values, expected)
+        with torch.no_grad():
+            torch.testing.assert_close(hf.rollout(model, ids, **given).log_probs.values, expected)
+        hf.beam_search(model, ids, beam_size=2, max_steps=3, eos_token_id=[])

@@ -35,8 +35,8 @@ class Work:
         self.state = "eager"  # or "compiled", "refused"
 
     def note(self, loop: Loop, steps: int, asked: bool) -> None:
-        """Notes an eager call that is over; `asked`: it was to be compiled."""
-        if asked and not is_left(loop):
+        """Notes an eager call that is over; `asked`: it was to be compiled, and was not, if it took a step."""
+        if asked and steps and not is_left(loop):
             self.state = "refused"
         self.steps = steps
         self.done += self.times * cost_of(steps, self.operations or GUESSED)
@@ -84,7 +84,8 @@ class Counting(OperationMode):
 
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
-        self.work.operations = max(self.count, 1)
+        if not any(raised):
+            self.work.operations = max(self.count, 1)
 
 
 compile: Compile = False  # of loops that are not told, in all threads
@@ -100,8 +101,8 @@ class set_default_compile:
     Args:
         compile: a `tl.loop.Compile` other than None; False at first.
 
-    Holds for all threads, and for all loops that have `compile=`. Under `torch.compile` loops are compiled only where
-    they ask for it themselves.
+    Holds for all threads, and for all loops of yours that have `compile=`; those within searches, rollouts and other
+    functions of this library are as they were. Under `torch.compile` loops are compiled only where they ask for it.
 
     Raises:
         TypeError: no such value.
@@ -117,10 +118,10 @@ class set_default_compile:
         check_compile(compile)
         if compile is None:
             raise WrongType('compile must be True, False, "auto" or "strict", got None')
-        self._before = _set(compile)
+        self._compile, self._before = compile, _set(compile)
 
     def __enter__(self) -> None:
-        return None
+        _set(self._compile)
 
     def __exit__(self, *raised: Any) -> None:
         _set(self._before)
