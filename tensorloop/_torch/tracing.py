@@ -93,9 +93,7 @@ class _Writer(OperationMode):
             return torch.full((), x.item(), dtype=x.dtype, device=x.device)
 
     def _noted(self, x: Any) -> Any:
-        if (
-            isinstance(x, torch.device) and x.type == "meta"
-        ):  # of a tensor without numbers: those that will be have some
+        if isinstance(x, torch.device) and x.type == "meta":  # of a tensor without numbers: when it runs there are some
             return torch.device("cpu")
         return self.node_of(x) if isinstance(x, Tensor) else x
 

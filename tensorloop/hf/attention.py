@@ -205,8 +205,7 @@ def _understand(mask: Tensor, query: Tensor, count: int) -> tuple[Tensor | None,
         if bool((seen[:, 0] == (place >= first[:, None])).all()):
             return (first if bool(first.any()) else None), None, None
     # Backward reads it, and the caller may change his; where it is the same for all rows, once.
-    own = mask[:, 0].clone().expand_as(seen)
-    return None, own, None
+    return None, mask[:, 0].clone().expand_as(seen), None
 
 
 def mask(*args: Any, config: Any = None, dtype: Any = torch.float32, **options: Any) -> Tensor | None:

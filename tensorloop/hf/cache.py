@@ -100,8 +100,7 @@ class TrainCache(DynamicCache):
             layer = DYNAMIC_LAYER_TYPE_MAPPING[kind]
             ours = layer in _OURS
             own = Kind(config, given.get("sliding_window"), capacity, advice, rolling)
-            layers.append(ArrayLayer.empty(own) if ours else layer(**given))
-            layers[-1].forgets = True
+            layers.append(ArrayLayer.empty(own, forgets=True) if ours else layer(**given))
         Cache.__init__(self, layers=layers)
 
     @classmethod
@@ -234,6 +233,7 @@ class TrainCache(DynamicCache):
         """
         layer = self.layers[layer_idx]
         if isinstance(layer, ArrayLayer) and layer.kind.rolling is not None and layer.kind.rolling[1]:
+            # No argument says which rows are padded; who asks is transformers' function that makes masks, and has it.
             mask = sys._getframe(1).f_locals.get("attention_mask")
             if isinstance(mask, Tensor) and not bool(mask.all()):
                 raise ValueError("TrainCache: attention_mask has padding; with sinks give rows of one length")
@@ -389,7 +389,7 @@ def _to_cpu(x: Tensor) -> Tensor:
 
 
 def _to_file(folder: Path, x: Tensor) -> Tensor:
-    """The same numbers, in a file that is gone with them."""
+    """Writes a tensor to a file without a name, and maps that into memory; it is gone when the tensor is."""
     if not folder.is_dir():
         raise WrongValue(f"place must be 'cpu' or a folder, got {str(folder)!r}, which is none")
     raw = x.cpu().contiguous().view(-1).view(torch.uint8)

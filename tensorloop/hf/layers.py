@@ -44,9 +44,9 @@ class Kind:
         self.advice = Advice(config) if advice is None else advice
 
     @property
-    def width(self) -> int:
-        """How many tokens are seen of those before, 0 for all."""
-        return self.window or (0 if self.rolling is None else self.rolling[0])
+    def forgetful(self) -> bool:
+        """Whether there are tokens that no later one sees."""
+        return self.window is not None or self.rolling is not None
 
     @property
     def reads_arrays(self) -> bool:
@@ -80,12 +80,14 @@ class ArrayLayer(CacheLayerMixin):
         self.forgets = False  # of itself: a loop's carry is the same at each step
 
     @classmethod
-    def empty(cls, kind: Kind) -> "ArrayLayer":
+    def empty(cls, kind: Kind, forgets: bool = False) -> "ArrayLayer":
         """A layer that holds nothing."""
-        return cls((TensorArray(capacity=kind.capacity), TensorArray(capacity=kind.capacity)), kind)
+        made = cls((TensorArray(capacity=kind.capacity), TensorArray(capacity=kind.capacity)), kind)
+        made.forgets = forgets
+        return made
 
     def like(self, arrays: tuple[TensorArray, TensorArray]) -> "ArrayLayer":
-        """The same with other arrays."""
+        """Makes a layer of the same kind, past and habits on other arrays."""
         made = ArrayLayer(arrays, self.kind, self.dropped, self.before)
         made.forgets = self.forgets
         return made
@@ -159,8 +161,9 @@ class ArrayLayer(CacheLayerMixin):
 
     def take_in(self, keys: Tensor, values: Tensor, undo: Callable[[], None] | None = None) -> tuple[Tensor, Tensor]:
         """Takes in new tokens, as `update` does. `undo` takes them back: for attention that cannot go on with them."""
-        if self.forgets and self.kind.width and not torch.is_grad_enabled() and not self.recorded:
-            self.forget(slack=max(_SLACK, self.kind.width // 8))  # before: what comes now can be taken back
+        if self.forgets and self.kind.forgetful and not torch.is_grad_enabled() and not self.recorded:
+            # Before: what comes now can be taken back.
+            self.forget(slack=_SLACK, more=keys.shape[2] if keys.dim() == 4 else 0)
         self.write(keys, values)
         new = keys.shape[2]
         if self.kind.reads_arrays and (start := self.start_of(new)) is not None:
@@ -223,8 +226,8 @@ class ArrayLayer(CacheLayerMixin):
         early = before if sinks else before[max(0, first - self.dropped) :]
         return torch.cat([early.to(recent.device), recent]) if len(early) else recent
 
-    def forget(self, slack: int = 0) -> None:
-        """Lets tokens go that no later one sees, where they are more than `slack`."""
+    def forget(self, slack: int = 0, more: int = 0) -> None:
+        """Lets tokens go that no later one sees, where they are more than `slack`; `more` are to come at a time."""
         first = self.first_seen(0)
         sinks = self._sinks(first)
         start = first - self.missing
@@ -236,12 +239,12 @@ class ArrayLayer(CacheLayerMixin):
             keys, values = (array[:sinks].clone() for array in self.arrays)
             self.before = keys, values
         self.dropped = first - sinks
-        room = len(self.arrays[0]) - start + 2 * max(slack, _SLACK)
+        room = len(self.arrays[0]) - start + slack + more  # as many as there are before it is done again
         keys, values = (TensorArray(capacity=room).extend(array[start:]) for array in self.arrays)
         self.arrays = keys, values
 
     def detached(self) -> "ArrayLayer":
-        """The same without a graph, and without what no later token sees."""
+        """Makes a layer of the same tokens without their gradient, and without those that a window has passed."""
         keys, values = (array.detach() for array in self.arrays)
         made = self.like((keys, values))
         if self.before is not None:
@@ -250,7 +253,7 @@ class ArrayLayer(CacheLayerMixin):
         return made
 
     def moved(self, move: Callable[[Tensor], Tensor]) -> "ArrayLayer":
-        """The same without a graph, its tokens as `move` makes them, and room for those to come where they come."""
+        """Makes a layer whose tokens, without their gradient, are where `move` puts tensors; later ones stay here."""
         made = self.detached()
         if made.is_initialized:
             earlier = made.before or (None, None)

@@ -62,7 +62,7 @@ def test_a_window_is_let_go_of_without_gradients(attention: str, chunks: tuple[i
         torch.testing.assert_close(decode(model, cache, IDS[:, :30]), more)
 
 
-def test_a_window_of_many_tokens_is_no_larger_than_a_dynamic_caches() -> None:
+def test_a_window_holds_a_few_tokens_more_than_a_dynamic_cache() -> None:
     config = transformers.MistralConfig(
         vocab_size=41, hidden_size=16, intermediate_size=24, num_hidden_layers=2, num_attention_heads=4,
         num_key_value_heads=2, head_dim=4, sliding_window=256, max_position_embeddings=4096,
@@ -70,14 +70,11 @@ def test_a_window_of_many_tokens_is_no_larger_than_a_dynamic_caches() -> None:
     model: Any = transformers.AutoModelForCausalLM.from_config(config).eval()
     ids = torch.randint(3, 41, (1, 1500), generator=torch.Generator().manual_seed(1))
     theirs, ours = DynamicCache(config=config), hf.TrainCache(config)
-    most = [0, 0]
-    with torch.no_grad(), tl.memory.track() as tracker:
-        for cache, i in ((theirs, 0), (ours, 1)):
-            for t in range(0, 1500, 3):
+    with torch.no_grad():
+        for t in range(0, 1500, 3):
+            for cache in (theirs, ours):
                 step(model, cache, ids[:, t : t + 3])
-            most[i] = held(cache)
-    assert tracker.peak
-    assert most[1] <= 1.4 * most[0]  # with an eighth of the window in slack, and a buffer's free slots
+    assert held(theirs) < held(ours) <= held(theirs) * (256 + 16 + 3) / 255
 
 
 def test_with_gradients_and_in_loops_all_tokens_stay() -> None:

@@ -57,9 +57,7 @@ def _lay(dim: Dim, trees: list[TokenTree] | None) -> _Layout:
     return places, seen, first
 
 
-def _by_rows(
-    held: Any, plain: Any, rows: CallRows, layout: tuple[Tensor, Tensor, Tensor], *args: Any, **options: Any
-) -> Any:
+def _by_rows(held: Any, plain: Any, rows: CallRows, layout: _Layout, *args: Any, **options: Any) -> Any:
     module, (places, seen, first) = held(), layout
     rows.calls += 1
 
