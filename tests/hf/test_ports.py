@@ -1,108 +1,32 @@
 """What trainers of models compute, as recipes: GRPO and DPO beside TRL, Coconut beside whole sequences run again."""
 
-import copy
 from typing import Any
 
 import pytest
 import torch
-import transformers
 from torch import Tensor, nn
-from transformers.models.llama.modeling_llama import LlamaRotaryEmbedding
 
 import tensorloop as tl
 from docs.examples.recipes import coconut, dpo, eagle, grpo, self_forcing
 from tensorloop import hf, memory
 from tests.support.hf_models import VOCABULARY, model_of
-
-GROUP, HEAT, LONGEST = 3, 0.7, 7
-STEMS = {
-    "grouped": [5, 2, 4],
-    "gpt2": [4, 4, 4],
-}  # TRL counts padding before a prompt as positions, where they are learned
-KINDS = list(STEMS)
-
-
-def _rows(lens: list[int]) -> tl.PackedTensor:
-    generator = torch.Generator().manual_seed(sum(lens))
-    return tl.PackedTensor(torch.randint(3, VOCABULARY, (sum(lens),), generator=generator), lens)
-
-
-class _Rotary(LlamaRotaryEmbedding):
-    """Angles in float64, which are float32 in transformers: so tokens may be numbered from anywhere."""
-
-    def forward(self, x: Tensor, position_ids: Tensor) -> tuple[Tensor, Tensor]:
-        angles = position_ids[..., None].double() * self.inv_freq.double()
-        angles = torch.cat([angles, angles], -1)
-        return angles.cos(), angles.sin()
-
-
-def _model(kind: str, **options: Any) -> Any:
-    """A model that computes all in float64, a Llama's norms and angles too."""
-    model = model_of(kind, **options)
-    if kind != "gpt2":
-        _be_exact(model.model)
-    return model
-
-
-def _be_exact(model: Any) -> None:
-    def norm() -> nn.RMSNorm:
-        return nn.RMSNorm(model.config.hidden_size, 1e-6).double()
-
-    for layer in model.layers:
-        layer.input_layernorm, layer.post_attention_layernorm = norm(), norm()
-    model.norm, model.rotary_emb = norm(), _Rotary(model.config)
-
-
-def _other(model: Any, scale: float = 0.05) -> Any:
-    """A model of other weights: the one that drew, or a reference."""
-    torch.manual_seed(7)
-    other = copy.deepcopy(model)
-    with torch.no_grad():
-        for x in other.parameters():
-            x.add_(torch.randn_like(x) * scale)
-    return other
-
-
-def _grads(model: nn.Module, loss: Tensor) -> list[Tensor]:
-    return list(torch.autograd.grad(loss, list(model.parameters()), allow_unused=True, materialize_grads=True))
-
-
-def _same(model: nn.Module, found: Tensor, expected: Tensor, bound: float = 1e-9) -> None:
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound)
-    torch.testing.assert_close(_grads(model, found), _grads(model, expected), rtol=bound, atol=bound)
-
-
-class _Drawn:
-    """Groups of answers, drawn by another model, with advantages and a reference's log-probabilities."""
-
-    def __init__(self, kind: str) -> None:
-        self.model = _model(kind)
-        self.prompts = _rows(STEMS[kind])
-        ids, mask = grpo.pad_left(self.prompts)
-        drawing: dict[str, Any] = {"max_new_tokens": LONGEST, "temperature": HEAT, "do_sample": True}
-        with torch.no_grad():
-            drawn = hf.rollout(
-                _other(self.model), ids, mask, group=GROUP, eos_token_id=[2, 3, 5, 8, 9, 11],
-                generator=torch.Generator().manual_seed(0), **drawing,
-            )  # fmt: skip
-        self.answers, self.old = drawn.tokens, drawn.policy_log_probs
-        self.advantages = grpo.advantages_of((drawn.tokens.pad(1) % 3).sum(1).double().view(-1, GROUP))
-        self.reference = _other(self.model, 0.02)
-        self.given: dict[str, Any] = {"group": GROUP, "temperature": HEAT}
-        with torch.no_grad():
-            self.of_reference = hf.completion_logprobs(self.reference, self.prompts, self.answers, **self.given)
-
-    def loss(self, **options: Any) -> Tensor:
-        log_probs, entropies = hf.completion_logprobs(
-            self.model, self.prompts, self.answers, return_entropy=True, **self.given
-        )
-        reference = self.of_reference if options.get("beta") else None
-        return grpo.grpo_loss(log_probs, self.old, self.advantages, reference, entropies, **options)
+from tests.support.hf_ports import (
+    GROUP,
+    HEAT,
+    KINDS,
+    Drawn,
+    assert_same,
+    be_exact,
+    exact_model,
+    grads_of,
+    other_of,
+    rows_of,
+)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_grpo_is_that_of_a_padded_batch(kind: str) -> None:
-    drawn = _Drawn(kind)
+    drawn = Drawn(kind)
     assert len(set(drawn.answers.lens.tolist())) > 2
     log_probs, entropies, mask = grpo.padded_log_probs(drawn.model, drawn.prompts, drawn.answers, GROUP, HEAT)
     old, of_reference = drawn.old.pad(), drawn.of_reference.pad()
@@ -110,18 +34,18 @@ def test_grpo_is_that_of_a_padded_batch(kind: str) -> None:
     assert (ratios > 1.2).any()
     assert (ratios < 0.8).any()
     expected = grpo.padded_loss(log_probs, old, drawn.advantages, mask)
-    _same(drawn.model, drawn.loss(loss_type="grpo"), expected)
+    assert_same(drawn.model, drawn.loss(loss_type="grpo"), expected)
     log_probs, entropies, mask = grpo.padded_log_probs(drawn.model, drawn.prompts, drawn.answers, GROUP, HEAT)
     expected = grpo.padded_loss(log_probs, old, drawn.advantages, mask, of_reference, 0.3)
     expected = expected - 0.1 * (entropies * mask).sum() / mask.sum()
-    _same(drawn.model, drawn.loss(loss_type="grpo", beta=0.3, entropy_coef=0.1), expected)
+    assert_same(drawn.model, drawn.loss(loss_type="grpo", beta=0.3, entropy_coef=0.1), expected)
 
 
 @pytest.mark.parametrize("kind", KINDS)
 def test_dpo_is_that_of_each_row_by_itself(kind: str) -> None:
-    model = _model(kind)
-    reference = _other(model)
-    prompts, pairs = _rows([5, 2, 4]), _rows([3, 6, 1, 4, 5, 5])
+    model = exact_model(kind)
+    reference = other_of(model)
+    prompts, pairs = rows_of([5, 2, 4]), rows_of([3, 6, 1, 4, 5, 5])
 
     def log_prob(of: Any, i: int) -> Tensor:
         prompt, answer = prompts.unbind()[i // 2], pairs.unbind()[i]
@@ -130,7 +54,7 @@ def test_dpo_is_that_of_each_row_by_itself(kind: str) -> None:
 
     gains = torch.stack([log_prob(model, i) - log_prob(reference, i).detach() for i in range(6)])
     expected = -nn.functional.logsigmoid(0.2 * (gains[::2] - gains[1::2])).mean()
-    _same(model, dpo.dpo_loss(model, reference, prompts, pairs, beta=0.2), expected)
+    assert_same(model, dpo.dpo_loss(model, reference, prompts, pairs, beta=0.2), expected)
 
 
 @pytest.mark.parametrize("updates", [1, 2])
@@ -138,7 +62,7 @@ def test_a_step_of_grpo_raises_the_reward(updates: int) -> None:
     torch.manual_seed(0)
     model = model_of("grouped", dtype=torch.float32)
     optimizer = torch.optim.Adam(model.parameters(), 0.02)
-    prompts = _rows([5, 2, 4])
+    prompts = rows_of([5, 2, 4])
 
     def reward(tokens: tl.PackedTensor) -> Tensor:
         return (tokens % 2 == 0).float().mean(1)
@@ -160,15 +84,15 @@ def test_a_step_of_grpo_raises_the_reward(updates: int) -> None:
 def test_coconut_is_whole_sequences_run_again(
     kind: str, attention: str, thoughts: int, checkpoints: int | None
 ) -> None:
-    model = _model(kind)
-    question, mask = grpo.pad_left(_rows([5, 2, 4]))
-    answer = _rows([3, 3, 3]).values.view(3, 3)
+    model = exact_model(kind)
+    question, mask = grpo.pad_left(rows_of([5, 2, 4]))
+    answer = rows_of([3, 3, 3]).values.view(3, 3)
     expected = coconut.plain_loss(model, question, mask, answer, thoughts)
-    grads = _grads(model, expected)
+    grads = grads_of(model, expected)
     model.set_attn_implementation(attention)
     found = coconut.compute_loss(model, question, mask, answer, thoughts, checkpoints=checkpoints)
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-9)
-    torch.testing.assert_close(_grads(model, found), grads, rtol=1e-9, atol=1e-9)
+    torch.testing.assert_close(grads_of(model, found), grads, rtol=1e-9, atol=1e-9)
 
 
 def test_bytes_of_thoughts() -> None:
@@ -205,7 +129,7 @@ def test_thoughts_learn() -> None:
 
 def _known(kind: str, length: int = 8) -> tuple[Any, tuple[Tensor, Tensor, Tensor], Tensor]:
     torch.manual_seed(2)
-    target = _model(kind)
+    target = exact_model(kind)
     ids = torch.randint(3, VOCABULARY, (3, length))
     draft = eagle.Draft(16, 4, VOCABULARY).double()
     return draft, eagle.read_target(target, ids, (0, 1, 2)), torch.tensor([length, length - 3, 2])
@@ -241,7 +165,7 @@ def test_a_training_time_test_is_attention_with_a_mask(kind: str, checkpoints: i
     found = eagle.compute_losses(draft, known, lens, 5, checkpoints=checkpoints)
     expected = _masked(draft, known, lens, 5)
     torch.testing.assert_close(found, expected, rtol=1e-10, atol=1e-10)
-    _same(draft, eagle.total(found), eagle.total(expected))
+    assert_same(draft, eagle.total(found), eagle.total(expected))
 
 
 @pytest.mark.parametrize("kind", KINDS)
@@ -307,7 +231,7 @@ def _blockwise(model: Any, noise: Tensor) -> Tensor:
 def _video(attention: str = hf.ATTENTION) -> Any:
     torch.manual_seed(0)
     model = self_forcing.Video(16).double()
-    _be_exact(model.body)
+    be_exact(model.body)
     model.body.set_attn_implementation(attention)
     return model
 
@@ -369,126 +293,3 @@ def test_videos_come_nearer_to_real_ones() -> None:
     same = self_forcing.real_videos(3, 64, generator)
     assert float(self_forcing.off_the_square(same).max()) < 1e-5
     assert abs(float(self_forcing.energy_distance(same, self_forcing.real_videos(3, 64, generator)))) < 0.2
-
-
-# -- beside TRL's own trainers, whose head computes in float32, and here in float64 too
-
-
-class _Head:
-    """What TRL's chunks of logits are, all at once and in the dtype of the model; sums that it only logs are 0."""
-
-    @staticmethod
-    def apply(hidden: Tensor, weight: Tensor, bias: Tensor | None, labels: Tensor, heat: float, *more: Any) -> Any:
-        log_softmax = (nn.functional.linear(hidden, weight, bias) / heat).log_softmax(-1)
-        entropies = -(log_softmax.exp() * log_softmax).sum(-1)
-        nothing = torch.zeros_like(entropies).detach()
-        return log_softmax.gather(1, labels[:, None])[:, 0], entropies, nothing, nothing, nothing.bool()
-
-
-@pytest.fixture(params=["float32 head", "float64 head"])
-def trl(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Any:
-    """The package, and how close its results are."""
-    package = pytest.importorskip("trl")
-    if request.param == "float64 head":
-        from trl.trainer import utils  # pyright: ignore[reportMissingImports]
-
-        monkeypatch.setattr(utils, "_ChunkedLogProbFunction", _Head)
-    return package, 1e-9 if request.param == "float64 head" else 2e-6
-
-
-def _same_as_trl(model: nn.Module, found: Tensor, its: nn.Module, expected: Tensor, bound: float) -> None:
-    torch.testing.assert_close(found, expected, rtol=bound, atol=bound, check_dtype=False)
-    for a, b in zip(_grads(model, found), _grads(its, expected), strict=True):
-        torch.testing.assert_close(a, b, rtol=bound, atol=bound * max(1.0, float(b.abs().max())))
-
-
-def _tokenizer() -> Any:
-    import tokenizers
-
-    words = {"<pad>": 0, "<s>": 1, "</s>": 2} | {f"w{i}": i for i in range(3, VOCABULARY)}
-    made = tokenizers.Tokenizer(tokenizers.models.WordLevel(words, unk_token="<pad>"))
-    return transformers.PreTrainedTokenizerFast(
-        tokenizer_object=made, pad_token="<pad>", bos_token="<s>", eos_token="</s>"
-    )
-
-
-def _settings(folder: Any, **more: Any) -> dict[str, Any]:
-    return {
-        "output_dir": str(folder),
-        "report_to": "none",
-        "use_cpu": True,
-        "bf16": False,
-        "disable_dropout": True,
-        **more,
-    }
-
-
-LOSSES: list[dict[str, Any]] = [
-    {"loss_type": "grpo", "beta": 0.0},
-    {"loss_type": "grpo", "beta": 0.3},
-    {"loss_type": "grpo", "beta": 0.3, "unbiased_kl": False},
-    {"loss_type": "dapo", "beta": 0.3, "entropy_coef": 0.1, "epsilon": (0.1, 0.3)},
-    {"loss_type": "bnpo", "beta": 0.0},
-    {"loss_type": "dr_grpo", "beta": 0.0},
-    {"loss_type": "grpo", "beta": 0.1, "level": "sequence", "epsilon": (0.05, 0.08)},
-]
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("options", LOSSES, ids=lambda x: " ".join(map(str, x.values())))
-@pytest.mark.parametrize("kind", KINDS)
-def test_grpo_is_that_of_trl(kind: str, options: dict[str, Any], trl: Any, tmp_path: Any) -> None:
-    import datasets  # pyright: ignore[reportMissingImports]
-
-    package, bound = trl
-    drawn = _Drawn(kind)
-    low, high = options.get("epsilon", (0.2, 0.2))
-    more = {k: v for k, v in options.items() if k in ("loss_type", "entropy_coef")}
-    more |= {
-        "use_bias_correction_kl": options.get("unbiased_kl", True),
-        "epsilon": low,
-        "epsilon_high": high,
-        "importance_sampling_level": options.get("level", "token"),
-    }
-    more |= {"num_generations": GROUP, "temperature": HEAT, "max_completion_length": LONGEST}
-    settings = package.GRPOConfig(**_settings(tmp_path, per_device_train_batch_size=3 * GROUP, **more))
-    rows = datasets.Dataset.from_dict({"prompt": ["w3", "w4", "w5"]})
-    its = copy.deepcopy(drawn.model)  # whose forward a trainer replaces
-    trainer = package.GRPOTrainer(
-        its, lambda completions, **_: [0.0] * len(completions), settings, rows, processing_class=_tokenizer()
-    )
-    trainer.current_gradient_accumulation_steps, trainer.beta = 1, options["beta"]  # a beta here would load a reference
-    ids, mask = (x.repeat_interleave(GROUP, 0) for x in grpo.pad_left(drawn.prompts))
-    answers, lens = drawn.answers.pad(), drawn.answers.lens
-    there = (torch.arange(answers.shape[1]) < lens[:, None]).long()
-    inputs = {"prompt_ids": ids, "prompt_mask": mask, "completion_ids": answers, "completion_mask": there}
-    inputs |= {"old_per_token_logps": drawn.old.pad(), "ref_per_token_logps": drawn.of_reference.pad()}
-    inputs |= {"advantages": drawn.advantages[:, 0], "num_items_in_batch": lens.sum()}
-    found = drawn.loss(**options, max_new_tokens=LONGEST)
-    _same_as_trl(drawn.model, found, its, trainer.compute_loss(its, inputs), bound)
-
-
-@pytest.mark.filterwarnings("default")
-@pytest.mark.parametrize("loss_type", ["sigmoid", "ipo"])
-@pytest.mark.parametrize("kind", KINDS)
-def test_dpo_is_that_of_trl(kind: str, loss_type: str, trl: Any, tmp_path: Any) -> None:
-    import datasets  # pyright: ignore[reportMissingImports]
-
-    package, bound = trl
-    model = _model(kind)
-    reference = _other(model)
-    prompts, pairs = _rows([5, 2, 4]), _rows([3, 6, 1, 4, 5, 5])
-    texts = [" ".join(f"w{i}" for i in x.tolist()) for x in pairs.unbind()]
-    told = [" ".join(f"w{i}" for i in x.tolist()) for x in prompts.unbind()]
-    rows = datasets.Dataset.from_dict({"prompt": told, "chosen": texts[::2], "rejected": texts[1::2]})
-    more = {"per_device_train_batch_size": 3, "beta": 0.2, "loss_type": loss_type, "max_length": None}
-    settings = package.DPOConfig(**_settings(tmp_path, **more))
-    its, theirs = copy.deepcopy(model), copy.deepcopy(reference)
-    trainer = package.DPOTrainer(its, theirs, settings, train_dataset=rows, processing_class=_tokenizer())
-    sides = [x.tolist() for x in pairs.unbind()]
-    examples = [
-        {"prompt_ids": p.tolist(), "chosen_ids": a, "rejected_ids": b}
-        for p, a, b in zip(prompts.unbind(), sides[::2], sides[1::2], strict=True)
-    ]
-    found = dpo.dpo_loss(model, reference, prompts, pairs, beta=0.2, loss_type=loss_type)
-    _same_as_trl(model, found, its, trainer.compute_loss(its, trainer.data_collator(examples)), bound)
