@@ -7,7 +7,6 @@ replays.
 
 import copy
 from collections.abc import Callable, Iterable
-from contextlib import AbstractContextManager
 from typing import Any, Self
 
 import torch
@@ -72,7 +71,7 @@ class Loop:
         self.context = Context(context)
         # Told of leaves that no function of the body made. Who wants to know does steps again, from any state.
         self.note: Callable[[Iterable[Any]], None] | None = None
-        self.counting: list[AbstractContextManager[Any]] = []  # what counts the operations of one step, of all copies
+        self.counting: list[Any] = []  # a block that counts the operations of one step, of all copies: `auto.Counting`
         self.last_tree: tuple[Any, Any] = (None, None)  # a state, and the tree that it came in
         self.departed_rows: list[tuple[Tensor, list[Any]]] = []  # (ids, leaves of the carry) of rows that left
         self.going = True  # whether there is another step, as far as was asked

@@ -150,6 +150,27 @@ def test_other_loops_and_checkpoints() -> None:
     assert work().state == "compiled"
 
 
+@torch.jit.script
+def scripted(x: Tensor, y: Tensor) -> Tensor:
+    return x * 2 + torch.sin(y)
+
+
+def test_counting_is_not_seen_by_who_watches_steps() -> None:
+    def step(h: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        h = scripted(h, x * W[0])
+        return h * 0.5, h
+
+    def gradient(**how: Any) -> Tensor:
+        ys = tl.scan(step, torch.zeros(4), torch.linspace(-1, 1, 24).view(6, 4), **how)[1]
+        return torch.autograd.grad(ys.sum(), W)[0]
+
+    for checkpoints in (2, tl.Checkpoints(budget=4000), None):
+        found = gradient(compile="auto", checkpoints=checkpoints)
+        torch.testing.assert_close(found, gradient(checkpoints=checkpoints))
+    assert all(found.operations for found in auto._known.values())
+    assert len(auto._known) == 2
+
+
 def test_a_default_for_loops_that_are_not_told() -> None:
     with tl.set_default_compile("auto"):
         call(20_000)

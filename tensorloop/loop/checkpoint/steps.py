@@ -42,6 +42,8 @@ class Steps:
         self.ambient = AmbientState()
         self.captures = Captures(loop.name, here.serial)
         self.body = Watched(loop, self.captures)
+        # What is to know how many operations a step has is told: counting them would be seen by who watches.
+        self.counting = [loop.counting.pop()] if loop.counting else []
         of = self.ambient.substitutions.of
         self.loop = loop.replayable(
             init=[of(x) for x in loop.init],
@@ -91,6 +93,8 @@ class Steps:
     def learn(self, t: int, before: State, after: State, leaves: list[Any], row: list[Any]) -> State:
         """The state after step t, which was watched, and given `leaves` and `row`: are others like it known now?"""
         body, captures, loop = self.body, self.captures, self.loop
+        if self.counting:
+            self.counting.pop().found(captures.calls[-1])
         alike = body.alike and loop.steps_alike and flags_of(before) == flags_of(after)
         # Not the first step, after which rows may turn out to stop on their own.
         if self.is_tried or not (t and alike and body.is_known and body.reads.complete):

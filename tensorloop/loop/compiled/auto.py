@@ -85,7 +85,11 @@ class Counting(OperationMode):
     def __exit__(self, *raised: Any) -> None:
         super().__exit__(*raised)
         if not any(raised):
-            self.work.operations = max(self.count, 1)
+            self.found(self.count)
+
+    def found(self, count: int) -> None:
+        """Notes how many operations a step has."""
+        self.work.operations = max(count, 1)
 
 
 compile: Compile = False  # of loops that are not told, in all threads
