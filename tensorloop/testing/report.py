@@ -18,7 +18,7 @@ class RunCost(NamedTuple):
 
 @dataclass
 class LoopReport:
-    """The findings of `tl.testing.same_loop`: `print` shows them, `bool` says whether all is equal, a notebook has a table.
+    """The findings of `tl.testing.same_loop`, as a text, as a table in a notebook, and as a bool: whether all is equal.
 
     Args:
         differences: list of str, what differs, by result: empty where the port is the same.
