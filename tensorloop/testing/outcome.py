@@ -1,5 +1,6 @@
 """One run of a function: its results, gradients and second derivatives, and what it left behind; two runs compared."""
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -50,12 +51,23 @@ class Fresh(NamedTuple):
     given: dict[str, Tensor]
 
 
-def inputs_of(sample: tuple[Any, ...]) -> dict[str, Tensor]:
-    """The tensors of a sample by name."""
-    return {f"args{keystr(path)}": x for path, x in tree_flatten_with_path(sample)[0] if isinstance(x, Tensor)}
+def names_of(function: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of the first arguments of a function."""
+    try:
+        kinds = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        kinds = ()
+    names = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    return (*names, *(f"args[{i}]" for i in range(len(names), count)))
 
 
-def fresh(sample: tuple[Any, ...], wanted: Callable[[Tensor], bool]) -> Fresh:
+def inputs_of(sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a sample, which is given by argument, by name."""
+    found = ((name, tree_flatten_with_path(part)[0]) for name, part in sample.items())
+    return {f"{name}{keystr(path)}": x for name, leaves in found for path, x in leaves if isinstance(x, Tensor)}
+
+
+def fresh(sample: Mapping[str, Any], wanted: Callable[[Tensor], bool]) -> Fresh:
     """Copies of a sample. Who changes one in place may: it is no leaf, but made from one."""
     named = {id(x): name for name, x in inputs_of(sample).items()}
     leaves: dict[str, Tensor] = {}
@@ -72,7 +84,7 @@ def fresh(sample: tuple[Any, ...], wanted: Callable[[Tensor], bool]) -> Fresh:
             given[name] = leaf.clone()
         return given[name]
 
-    return Fresh(tree_map(copy, sample), leaves, given)
+    return Fresh(tuple(tree_map(copy, part) for part in sample.values()), leaves, given)
 
 
 def seed(number: int) -> None:

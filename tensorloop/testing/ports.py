@@ -27,6 +27,7 @@ from tensorloop.testing.outcome import (
     fresh,
     gradients_of,
     inputs_of,
+    names_of,
     outputs_of,
     run,
     seed,
@@ -37,6 +38,7 @@ from tensorloop.testing.steps import first_difference
 from tensorloop.testing.world import World, in_double, is_float
 
 _DOUBLE, _SINGLE = Closeness(1e-6, 1e-9), Closeness(1e-3, 1e-4)
+Sample = Mapping[str, Any]  # by argument
 _LARGEST = 2**30  # bytes of sample and weights in double precision; some six copies are made
 
 
@@ -133,7 +135,8 @@ class _Both:
     """The two functions, their sample, and what they reach beside it; `wanted` says which inputs have gradients."""
 
     def __init__(self, original: Any, ported: Any, sample: tuple[Any, ...], random_seed: int) -> None:
-        self.functions, self.sample, self.random_seed = (original, ported), sample, random_seed
+        self.functions, self.random_seed = (original, ported), random_seed
+        self.sample: Sample = dict(zip(names_of(original, len(sample)), sample, strict=True))
         self.beside = [x for x in tree_leaves(sample) if not isinstance(x, Tensor | int | float | str | None)]
         self.wanted: Callable[[Tensor], bool] = lambda x: True
         self.random_state = torch.get_rng_state()
@@ -157,7 +160,7 @@ class _Both:
         unique = {id(x): x for x in [*self.tensors(), *tree_leaves(self.sample)]}
         return 2 * bytes_of(iter(unique.values()))
 
-    def before(self, sample: tuple[Any, ...]) -> Mapping[str, Any]:
+    def before(self, sample: Sample) -> Mapping[str, Any]:
         """All that a run may change, by name, as it is before."""
         return {**self.start, **inputs_of(sample)}
 
@@ -172,7 +175,7 @@ class _Both:
         self.put_back()
         torch.set_rng_state(self.random_state)
 
-    def run(self, which: int, sample: tuple[Any, ...], way: HowToRun, second: bool = False) -> Outcome:
+    def run(self, which: int, sample: Sample, way: HowToRun, second: bool = False) -> Outcome:
         """Runs the original (0) or the port (1)."""
         arguments = fresh(sample, self.wanted)
         targets = {**arguments.leaves, **self.targets[which]}
@@ -182,7 +185,7 @@ class _Both:
         finally:
             self.put_back()
 
-    def outputs(self, which: int, sample: tuple[Any, ...]) -> Mapping[str, Any]:
+    def outputs(self, which: int, sample: Sample) -> Mapping[str, Any]:
         """The results of one, with their graph."""
         seed(self.random_seed)
         try:
@@ -191,13 +194,13 @@ class _Both:
         finally:
             self.put_back()
 
-    def kept(self, which: int, sample: tuple[Any, ...]) -> int:
+    def kept(self, which: int, sample: Sample) -> int:
         """Bytes that one keeps for its backward pass."""
         arguments = fresh(sample, self.wanted).args
         with torch.enable_grad():
             return saved_bytes(lambda: self.functions[which](*arguments))
 
-    def within(self, sample: tuple[Any, ...], budget: int) -> HowToRun:
+    def within(self, sample: Sample, budget: int) -> HowToRun:
         """The port with a budget of so many bytes, or the least that it takes."""
         way = HowToRun(f"budget of {budget:,} bytes", auto.Otherwise(False, Checkpoints(budget=budget)))
         least = re.search(r"give at least ([\d,]+)", str(self.run(1, sample, way).error))
@@ -263,7 +266,7 @@ def _compare(both: _Both, report: LoopReport, variants: Mapping[str, Any], given
 
 
 def _compare_here(
-    both: _Both, report: LoopReport, sample: tuple[Any, ...], variants: Mapping[str, Any], tolerance: Closeness
+    both: _Both, report: LoopReport, sample: Sample, variants: Mapping[str, Any], tolerance: Closeness
 ) -> bool:
     """Compares all ways for the sample, and eager and compiled ones for its other sizes."""
     expected, again = (both.run(0, sample, _AS_IS, True) for _ in range(2))
@@ -276,7 +279,11 @@ def _compare_here(
         report.differences.append(lacking)
         return False
     second = isinstance(expected.second, Mapping)
-    parts = ["values", f"{len(expected.gradients)} gradients", *(["second derivatives"] if second else [])]
+    parts = [
+        "values",
+        "gradients for " + (", ".join(expected.gradients) or "nothing"),
+        *(["second derivatives"] if second else []),
+    ]
     report.compared = ", ".join([*parts, "side effects", "random numbers"])
     worst = sample, compare(expected, both.run(1, sample, EAGER, second), both.before(sample), tolerance)
     report.differences += map(str, worst[1])
@@ -304,7 +311,7 @@ def _compare_here(
 _DIFFERS = "differs: "
 
 
-def _case(both: _Both, sample: tuple[Any, ...], tolerance: Closeness) -> tuple[str, list[Difference]]:
+def _case(both: _Both, sample: Sample, tolerance: Closeness) -> tuple[str, list[Difference]]:
     """Compares for a sample of another size."""
     expected = both.run(0, sample, _AS_IS)
     for way in (EAGER, HowToRun("compiled", auto.Otherwise(True, None))):
@@ -324,7 +331,7 @@ def _texts(expected: Outcome, found: Outcome, start: Mapping[str, Any], toleranc
     return [str(difference) for difference in compare(expected, found, start, tolerance)]
 
 
-def _ways(both: _Both, sample: tuple[Any, ...]) -> list[HowToRun]:
+def _ways(both: _Both, sample: Sample) -> list[HowToRun]:
     """The ways in which the loops of the port may run, beside eagerly."""
     told = auto.Otherwise(False, None)
     with way_of(HowToRun("", told)):
@@ -386,14 +393,14 @@ def _clocked(both: _Both, which: int) -> float:
     return time.process_time() - begin
 
 
-def _cast(sample: tuple[Any, ...]) -> tuple[Any, ...]:
+def _cast(sample: Sample) -> Sample:
     def double(x: Any) -> Any:
         if not is_float(x):
             return x
         cast = x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
         return cast.requires_grad_(x.requires_grad)
 
-    return tree_map(double, sample)
+    return {name: tree_map(double, part) for name, part in sample.items()}
 
 
 def _told(error: Exception | None) -> str:

@@ -35,7 +35,7 @@ def named_sizes(sizes: Any, sample: tuple[Any, ...]) -> dict[str, tuple[int, tup
     return found
 
 
-def resized(sample: tuple[Any, ...], size: int, new: int) -> tuple[Any, ...]:
+def resized(sample: Mapping[str, Any], size: int, new: int) -> Mapping[str, Any]:
     """A sample whose dims and ints of one size are of another."""
 
     def change(x: Any) -> Any:
@@ -47,7 +47,7 @@ def resized(sample: tuple[Any, ...], size: int, new: int) -> tuple[Any, ...]:
                     x = x.index_select(dim, torch.arange(new, device=x.device) % max(n, 1))
         return x
 
-    return tree_map(change, sample, is_leaf=is_packed)
+    return {name: tree_map(change, part, is_leaf=is_packed) for name, part in sample.items()}
 
 
 def _sizes_in(sample: tuple[Any, ...]) -> list[int]:

@@ -158,7 +158,7 @@ STEPS = [
     (detached_state, "step 2 of 6", "h"),
     (detached_inside, "step 2 of 6", "z"),
     (detached_output, "step 4 of 6", "h"),
-    (detached_input, "", "gradient of args[0]"),
+    (detached_input, "", "gradient of xs"),
     (detached_weight, "", "gradient of W"),
     (without_gradient, "step 5 of 6", "z"),
     (through_numpy, "step 4 of 6", "h"),
@@ -240,11 +240,11 @@ WHOLE = [
         as_a_list,
         "structure of the results: the original gives output[0], output[1]; the port gives output[0], output[1], o",
     ),
-    (without_init, "gradient of args[1]"),
+    (without_init, "gradient of h"),
     (in_float, "value of output[0]: dtype torch.float32, the original's is torch.float64"),
     (wrong_for_one_row, "B = 1: differs: value of output[0]"),
     (fails_for_one_step, "T = 1: differs: the port fails: ValueError: too short"),
-    (changes_its_input, "side effect on args[1]: the original does not change it"),
+    (changes_its_input, "side effect on h: the original does not change it"),
 ]
 
 
@@ -422,7 +422,7 @@ def bad(name: str) -> tuple[Any, tuple[Any, ...]]:
             "random",
             "nothing was compared: the original gives other results at each run from equal seeds (value of output",
         ),
-        ("changes", "side effect on args[0]: the original changes it"),
+        ("changes", "side effect on xs: the original changes it"),
         ("large", "nothing was compared: sample and weights take 2,147,483,648 bytes; give a smaller sample"),
     ],
 )
@@ -447,7 +447,7 @@ def test_misuse() -> None:
     with pytest.raises(TypeError, match="sizes must be a dict from names to sizes"):
         same_loop(original, original, XS, H0, sizes=[7])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"sizes\['T'\] must be an int"):
-        same_loop(original, original, XS, H0, sizes={"T": "7"})
+        same_loop(original, original, XS, H0, sizes={"T": "7"})  # pyright: ignore[reportArgumentType]
 
 
 def test_what_cannot_be_cast_is_compared_as_it_is() -> None:
@@ -490,7 +490,7 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     )
     old, new = f"{tmp_path}/old.py:f", f"{tmp_path}/new.py"
     assert main([old, f"{new}:f", "--repeats", "0", "--sizes", "T=5"]) == 0
-    assert "same: values, 1 gradients" in capsys.readouterr().out
+    assert "same: values, gradients for xs" in capsys.readouterr().out
     assert main([old, f"{new}:g", "--repeats", "0"]) == 1
     assert main([old, f"{new}:h"]) == 2
     assert "there is no h" in capsys.readouterr().err
