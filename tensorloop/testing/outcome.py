@@ -16,7 +16,7 @@ from tensorloop.testing.world import World, is_float
 class Outcome(NamedTuple):
     """The results of a run. Gradients are by name, None where there is none; `second` is text where there are none."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
     outputs: Mapping[str, Any] = {}
     needs_grad: Mapping[str, bool] = {}
     gradients: Mapping[str, Tensor | None] = {}
@@ -115,7 +115,7 @@ def run(
             found: Mapping[str, Tensor | None] | str = ""
             if second:
                 found = _second(gradients, targets)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Outcome(error)
     left = {name: x.detach() for name, x in arguments.given.items()} | world.now()
     return Outcome(None, {name: _cut(x) for name, x in outputs.items()}, needs_grad, gradients, found, left, state)

@@ -1,5 +1,7 @@
 """`same_loop` on ports that are right, on thirty that are wrong each in its own way, and on what cannot be compared."""
 
+import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,7 @@ def original(xs: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(out), h
 
 
+PLACE = f"test_same_loop.py:{original.__code__.co_firstlineno + 2}"
 Step = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -233,8 +236,8 @@ def changes_its_input(xs: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 WHOLE = [
-    (backwards, "step 0 of 6 (test_same_loop.py:24)"),
-    (one_step_short, "the original takes 6 steps (test_same_loop.py:24), the port 5"),
+    (backwards, f"step 0 of 6 ({PLACE})"),
+    (one_step_short, f"the original takes 6 steps ({PLACE}), the port 5"),
     (shifted, "step 0 of 6"),
     (
         as_a_list,
@@ -396,10 +399,8 @@ def bad(name: str) -> tuple[Any, tuple[Any, ...]]:
     def fails(xs: Tensor) -> Tensor:
         raise RuntimeError("Found no NVIDIA driver\non your system")
 
-    generator = torch.Generator()
-
-    def random(xs: Tensor) -> Tensor:
-        return xs + torch.rand(1, generator=generator)
+    def unsteady(xs: Tensor) -> Tensor:
+        return xs + random.SystemRandom().random()
 
     def changes(xs: Tensor) -> Tensor:
         xs.mul_(2)
@@ -408,7 +409,7 @@ def bad(name: str) -> tuple[Any, tuple[Any, ...]]:
     large = torch.zeros(1).expand(2**28)
     return {
         "fails": (fails, (XS,)),
-        "random": (random, (XS,)),
+        "random": (unsteady, (XS,)),
         "changes": (changes, (XS,)),
         "large": (fails, (large,)),
     }[name]
@@ -460,6 +461,56 @@ def test_what_cannot_be_cast_is_compared_as_it_is() -> None:
     assert report, report
     assert report.dtype == "the dtypes given"
     assert part.dtype == torch.float32
+
+
+class Slotted:
+    __slots__ = ("h",)
+
+    def __init__(self) -> None:
+        self.h = torch.zeros(F)
+
+
+def test_all_that_a_run_changes_is_put_back() -> None:
+    """Slots, generators, lists, and the random numbers of torch and Python."""
+    slotted, generator, log = Slotted(), torch.Generator().manual_seed(1), [0.5]
+
+    def note(h: Tensor, x: Tensor) -> Tensor:
+        return h * random.random() + x * torch.rand(F, generator=generator)
+
+    def plain(xs: Tensor) -> Tensor:
+        for x in xs:
+            slotted.h = note(slotted.h, x)
+        log.append(1.0)
+        return slotted.h
+
+    def ported(xs: Tensor) -> Tensor:
+        slotted.h = tl.scan(lambda h, x: (note(h, x), None), slotted.h.expand(B, F), xs)[0]
+        log.append(1.0)
+        return slotted.h
+
+    states = generator.get_state(), torch.get_rng_state(), random.getstate()
+    report = same_loop(plain, ported, XS, sizes={"T": (T, 1, 9)}, repeats=1)
+    assert report, report
+    assert "rand" in report.runs[3].remark  # refused with checkpoints, which is no difference
+    assert torch.equal(generator.get_state(), states[0])
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert random.getstate() == states[2]
+    assert log == [0.5]
+    assert slotted.h.shape == (F,)
+    assert not slotted.h.any()
+
+
+def test_originals_that_end_the_program_and_samples_that_are_used_up() -> None:
+    report = same_loop(lambda xs: sys.exit(3), lambda xs: xs, XS)
+    assert report.differences == ["nothing was compared: the original fails for the sample: SystemExit: 3"]
+    with pytest.raises(TypeError, match=r"same_loop: sample\[0\]\['x'\] is list_iterator .*which one run uses up"):
+        same_loop(sum, sum, {"x": iter([1, 2])})
+
+
+def test_sizes_of_weights_are_not_varied_unless_named() -> None:
+    report = same_loop(original, port_of(right), XS, H0, repeats=0)
+    assert report, report
+    assert [*report.cases] == ["size 6 -> 0", "size 6 -> 1", "size 6 -> 7", "size 3 -> 0", "size 3 -> 1", "size 3 -> 5"]
 
 
 def test_packed_rows_and_a_notebook() -> None:
