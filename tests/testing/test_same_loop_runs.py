@@ -241,6 +241,41 @@ def test_all_that_a_run_changes_is_put_back() -> None:
     assert not slotted.h.any()
 
 
+def test_an_object_has_one_name_whoever_reaches_it() -> None:
+    """The original is a method of it, the port a function beside it; an expanded tensor is reached, too."""
+    layer, _ = layers()
+    whole = torch.eye(F).expand(B, F, F)
+
+    def ported(xs: Tensor) -> Tensor:
+        assert whole.shape[0] == B
+        return layer.forward(xs)
+
+    report = same_loop(layer.forward, ported, XS, sizes={"T": (T, 1)}, repeats=0)
+    assert report, report
+    assert layer.count == 0
+
+
+def test_sizes_at_which_the_original_fails_are_not_for_the_port() -> None:
+    def ported(xs: Tensor) -> Tensor:
+        assert len(xs)
+        return xs.sum(0)
+
+    report = same_loop(lambda xs: xs[0] + xs[1:].sum(0), ported, XS, sizes={"T": (T, 0)}, repeats=0)
+    assert report.cases["T = 0"].startswith("the original fails: IndexError")
+    assert report
+
+
+def test_masks_go_on_as_they_end() -> None:
+    def prefix(mask: Tensor) -> Tensor:
+        return mask.cumsum(0) * mask.cumprod(0)
+
+    def wrong_unless_a_prefix(mask: Tensor) -> Tensor:
+        return mask.cumsum(0) * mask
+
+    report = same_loop(prefix, wrong_unless_a_prefix, torch.tensor([True, True, False]), sizes={"T": (3, 7)}, repeats=0)
+    assert report, report
+
+
 def test_originals_that_end_the_program_and_samples_that_are_used_up() -> None:
     report = same_loop(lambda xs: sys.exit(3), lambda xs: xs, XS)
     assert report.differences == ["nothing was compared: the original fails for the sample: SystemExit: 3"]
