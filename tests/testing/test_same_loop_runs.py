@@ -265,6 +265,42 @@ def test_sizes_at_which_the_original_fails_are_not_for_the_port() -> None:
     assert report
 
 
+def test_an_argument_and_a_weight_of_one_name() -> None:
+    class Scan(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.D = nn.Parameter(torch.ones(F))  # which the method does not read
+
+        def run(self, xs: Tensor, D: Tensor) -> Tensor:
+            return torch.stack([x * D for x in xs])
+
+    report = same_loop(Scan().run, lambda xs, D: tl.map(lambda x: x * D, xs), XS, torch.randn(F), sizes={}, repeats=0)
+    assert report, report
+    assert "args[1]" in report.compared
+
+
+def test_the_default_dtype_is_double_only_where_all_else_is() -> None:
+    def single(xs: Tensor) -> Tensor:
+        assert torch.zeros(1).dtype == torch.float32
+        return xs.sum(0)
+
+    report = same_loop(single, single, XS, sizes={}, repeats=0)
+    assert report, report
+    assert report.dtype == "the dtypes given"
+
+
+class Learner:
+    rate = 0.5
+
+    def __call__(self, xs: Tensor) -> Tensor:
+        return xs.sum(0) * type(self).rate
+
+
+def test_classes_are_reached() -> None:
+    kind = Learner
+    assert same_loop(lambda xs: kind()(xs), Learner(), XS, sizes={}, repeats=0)
+
+
 def test_masks_go_on_as_they_end() -> None:
     def prefix(mask: Tensor) -> Tensor:
         return mask.cumsum(0) * mask.cumprod(0)
