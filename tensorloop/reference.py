@@ -148,6 +148,33 @@ def linear_recurrence(
     return torch.stack([hs[t] for t in sorted(hs)], dim)
 
 
+def rnn(
+    cell: Callable[[Tensor, Any], Any],
+    x: Tensor,
+    state: Any,
+    lens: Sequence[int],
+    dones: Tensor | None = None,
+    fresh: Any = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Any]:
+    """(output (T, B, *F), state) of a cell `(x, state) -> (y, state)`, each row of x (T, B, *F) alone.
+
+    Where `dones` (T, B) an episode begins, with the state `fresh`; each is run from its end under `reverse`.
+    """
+    rows: list[Any] = []
+    for b, n in enumerate(lens):
+        s, ys = tree_map(lambda s, b=b: s[b : b + 1], state), {}
+        for t in reversed(range(n)) if reverse else range(n):
+            first = t + reverse  # the step that may begin an episode
+            if dones is not None and first < n and dones[first, b]:
+                s = tree_map(lambda s, b=b: s[b : b + 1], fresh)
+            ys[t], s = cell(x[t, b : b + 1], s)
+        rows.append(([ys.get(t) for t in range(len(x))], s))
+    zero = torch.zeros_like(next(y for ys, _ in rows for y in ys if y is not None))
+    output = torch.stack([torch.cat([zero if y is None else y for y in ys]) for ys, _ in rows], 1)
+    return output, tree_map(lambda *s: torch.cat(s), *(s for _, s in rows))
+
+
 # Packed tensors: values (N, *F) hold the rows one after another, `lens` how long each is. An operation is that of each
 # row alone.
 
