@@ -182,7 +182,7 @@ class RNN(nn.Module):
             x, done = given
             tree, leaves = pytree.taken_apart(state)
             pairs = zip(pytree.leaves(fresh), leaves, strict=True)
-            chosen = [torch.where(done.view(-1, *[1] * (s.dim() - 1)), new, s) for new, s in pairs]
+            chosen = [torch.where(done[(..., *[None] * (s.dim() - 1))], new, s) for new, s in pairs]
             return step(tree.unflatten(chosen), x)
 
         if dones is None:
@@ -214,8 +214,8 @@ class RNN(nn.Module):
         cell, values = self.cells[i], xs.values if is_packed(xs) else xs
         rows, x = _rows_of(xs), values.new_empty(2, *values.shape[1 if is_packed(xs) else 2 :])
         if isinstance(cell, nn.RNNCellBase):
-            zeros = values.new_zeros(rows, cell.hidden_size)
-            return (zeros, zeros) if isinstance(cell, nn.LSTMCell) else zeros
+            zeros = [values.new_zeros(rows, cell.hidden_size) for _ in range(2)]  # two, for compiled loops
+            return tuple(zeros) if isinstance(cell, nn.LSTMCell) else zeros[0]
         kind = i, x.shape, x.dtype, x.device, torch.is_autocast_enabled(x.device.type)
         if kind not in self._states:
             self._states[kind] = _state_of(cell, x)
@@ -226,11 +226,9 @@ class RNN(nn.Module):
 
 def _layers_of(cells: Any) -> list[list[nn.Module]]:
     """Each layer's cells, one for each direction."""
-    given = [cells] if isinstance(cells, nn.Module | tuple) and not isinstance(cells, nn.ModuleList) else [*cells]
-    layers = [
-        [layer] if isinstance(layer, nn.Module) and not isinstance(layer, nn.ModuleList) else [*layer]
-        for layer in given
-    ]
+    several = isinstance(cells, Sequence | nn.ModuleList) and not isinstance(cells, tuple)
+    given: list[Any] = [*cells] if several else [cells]
+    layers = [[*layer] if isinstance(layer, Sequence | nn.ModuleList) else [layer] for layer in given]
     for cell in (cell for layer in layers for cell in layer):
         if not isinstance(cell, nn.Module):
             raise WrongType(f"cells must be modules, or pairs of them, got {arguments.describe(cell)}")
