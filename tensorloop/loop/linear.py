@@ -123,7 +123,8 @@ def linear_recurrence(
         resets = _as_starts(resets, b, shape, matrix)
         resets = resets.expand(*resets.shape[:dim], shape[dim], *resets.shape[dim + 1 :]).clone()
         resets.narrow(dim, -1 if reverse and shape[dim] else 0, min(1, shape[dim])).fill_(True)
-    return _run(_factors(a, b, shape, matrix), b, init, resets, dim, reverse, matrix)
+    found: Any = _run(_factors(a, b, shape, matrix), b, init, resets, dim, reverse, matrix)
+    return found
 
 
 def _packed(a: Any, b: Any, init: Any, reverse: bool, matrix: bool, resets: Any) -> Any:

@@ -73,7 +73,8 @@ def _formula(dim: int, reverse: bool, at: int | None, anew: bool, constant: bool
         found = run(shifted, grad, begin, dim, not reverse, at)
         if anew:
             return found, None
-        return found, times(*(x.narrow(dim, x.shape[dim] - 1 if reverse else 0, 1) for x in (a, found)), at)
+        first = [x.narrow(dim, x.shape[dim] - 1 if reverse else 0, 1) for x in (a, found)]
+        return found, times(first[0], first[1], at)
 
     def before(begin: Tensor, h: Tensor) -> Tensor:
         """h of the step before each; 0 at starts."""

@@ -141,7 +141,8 @@ class RNN(nn.Module):
             dones = dones.unsqueeze(1) if isinstance(dones, Tensor) else dones
             state = pytree.mapped(lambda s: s.unsqueeze(1), state) if state is not None else None
         turned = self.batch_first and not single and not is_packed(x)
-        xs, anew = (_steps_first(y, what, turned) for y, what in ((x, "x"), (dones, "dones")))
+        xs: Any = _steps_first(x, "x", turned)
+        anew = None if dones is None else _steps_first(dones, "dones", turned)
         steps = None if is_packed(xs) else len(xs)
         _check_dones(anew, xs)
         if lengths is not None:
@@ -240,7 +241,7 @@ def _layers_of(cells: Any) -> list[list[nn.Module]]:
 
 def _steps_first(x: Any, what: str, turned: bool) -> Any:
     """x with its steps first, or packed."""
-    if (x is None and what == "dones") or is_packed(x):
+    if is_packed(x):
         return x
     arguments.dense_tensor(x, what)
     if x.dim() < 2:

@@ -88,7 +88,8 @@ def test_the_kernels_and_torch_operations_agree() -> None:
         starts = flags(*shape[:-1], 1).index_fill_(dim, torch.tensor([shape[dim] - 1 if reverse else 0]), True)
         run = kernels.find("matrix_recurrence", b)
         assert run.__module__ == "tensorloop.kernels.cpu.recurrence"
-        for args in ((a, b, begin, dim, reverse), (a, b, None, dim, reverse, starts)):
+        both: Any = (a, b, begin, dim, reverse), (a, b, None, dim, reverse, starts)
+        for args in both:
             torch.testing.assert_close(run(*args), eager.matrix_recurrence(*args))
         plain = kernels.find("linear_recurrence", b)
         args = a[..., 0], b, None, dim, reverse, starts

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 from torch.autograd import grad
 from torch.nn.utils.rnn import pack_padded_sequence, pad_packed_sequence
+from torch.utils._pytree import tree_leaves, tree_map
 
 import tensorloop as tl
 from tensorloop import reference
@@ -145,7 +146,7 @@ def test_lengths_dones_and_states_are_those_of_each_row_alone(kind: Any, reverse
 
     fresh, begin = random_state(torch.zeros), random_state(torch.randn)
     dones = torch.rand(T, B) < 0.3
-    given: Any = torch.utils._pytree.tree_map(lambda s: torch.stack([s] * len(cells)), begin)
+    given: Any = tree_map(lambda s: torch.stack([s] * len(cells)), begin)
     for lens, anew, state in itertools.product((None, [7, 1, 4, 2]), (None, dones), (None, given)):
         output, last = rnn(x, state, lengths=lens, dones=anew)
         first = fresh if state is None else begin
@@ -154,7 +155,7 @@ def test_lengths_dones_and_states_are_those_of_each_row_alone(kind: Any, reverse
             for k, cell in enumerate(cells)
         ]
         torch.testing.assert_close(output, torch.cat([y for y, _ in both], -1))
-        expected = torch.utils._pytree.tree_map(lambda *s: torch.stack(s), *(s for _, s in both))
+        expected = tree_map(lambda *s: torch.stack(s), *(s for _, s in both))
         torch.testing.assert_close(last, expected)
         parameters = list(rnn.parameters())
         ours = grad(output.sin().sum(), [x, *parameters])
@@ -199,7 +200,7 @@ def test_no_steps() -> None:
         x = torch.zeros(0, 2, 3, dtype=next(cell.parameters()).dtype)
         output, last = RNN(cell)(x)
         assert output.shape == (0, 2, 4 if isinstance(cell, nn.GRUCell) else 2)
-        assert not torch.utils._pytree.tree_leaves(last)[0].any()
+        assert not tree_leaves(last)[0].any()
 
 
 def test_one_row_without_a_batch() -> None:
@@ -211,7 +212,7 @@ def test_one_row_without_a_batch() -> None:
     dones = torch.tensor([0, 0, 0, 1, 0, 0]).bool()
     torch.testing.assert_close(ours(x, dones=dones)[0][3:], theirs(x[3:])[0])
     mixed = RNN([nn.GRUCell(3, 4, dtype=D), Leaky(4, 2)])
-    assert [x.shape for x in torch.utils._pytree.tree_leaves(mixed(x)[1])] == [(4,), (2,), ()]
+    assert [x.shape for x in tree_leaves(mixed(x)[1])] == [(4,), (2,), ()]
 
 
 def test_dropout_is_between_layers_and_in_training_alone() -> None:
@@ -241,7 +242,7 @@ def test_a_cells_own_names_stand_below_one_prefix() -> None:
     rnn = RNN([(nn.LSTMCell(3, 4), nn.LSTMCell(3, 4))])
     assert list(rnn.state_dict()) == [f"cells.{k}.{n}" for k in (0, 1) for n in cell.state_dict()]
     rnn.cells[0].load_state_dict(cell.state_dict())
-    assert torch.equal(rnn.cells[0].weight_ih, cell.weight_ih)
+    assert torch.equal(rnn.state_dict()["cells.0.weight_ih"], cell.weight_ih)
     other = copy.deepcopy(rnn)
     x = torch.randn(3, 2, 3)
     torch.testing.assert_close(other(x)[0], rnn(x)[0])
