@@ -33,7 +33,8 @@ def matrix_recurrence(
 
 def by_vectors(a: Tensor, x: Tensor) -> Tensor:
     """Matrices by vectors; a matrix that is the same along dims of the vectors is not repeated."""
-    if transforms.is_legacy_batched(a) or transforms.is_legacy_batched(x):  # which has no einsum
+    traced = torch.compiler.is_compiling()
+    if not traced and (transforms.is_legacy_batched(a) or transforms.is_legacy_batched(x)):  # which have no einsum
         return (a * x.unsqueeze(-2)).sum(-1)
     return torch.einsum("...ij,...j->...i", a, x)
 
