@@ -102,7 +102,7 @@ def test_values_and_gradients_are_those_of_torch(
     x = x if theirs.batch_first else x.detach().transpose(0, 1).requires_grad_()
     given: Any = x
     if lengths is not None:
-        given = pack_padded_sequence(x, torch.tensor(lengths), theirs.batch_first, enforce_sorted=False)
+        given = pack_padded_sequence(x, torch.tensor(lengths, device="cpu"), theirs.batch_first, enforce_sorted=False)
     expected, state = theirs(given)
     if lengths is not None:
         expected, _ = pad_packed_sequence(expected, theirs.batch_first, total_length=6)
@@ -113,7 +113,7 @@ def test_values_and_gradients_are_those_of_torch(
     given = (
         given
         if lengths is None
-        else pack_padded_sequence(x, torch.tensor(lengths), theirs.batch_first, enforce_sorted=False)
+        else pack_padded_sequence(x, torch.tensor(lengths, device="cpu"), theirs.batch_first, enforce_sorted=False)
     )
     expected, state = theirs(given, state)
     torch.testing.assert_close(same, state)

@@ -60,7 +60,8 @@ def _run(
     if init is not None:
         b = torch.cat([apply(a[:1], more[0]) + b[:1], b[1:]])
     h = way(a, b, more[0] if init is None else None, apply, product)
-    return (h.flip(0) if reverse else h).movedim(0, dim)
+    h = h.flip(0) if reverse else h
+    return h.movedim(0, dim) if dim else h  # no view where it need not be one: it could not be changed in place
 
 
 def _in_order(a: Tensor, b: Tensor, starts: Tensor | None, apply: Product, product: Product) -> Tensor:
