@@ -127,12 +127,52 @@ def associative_scan(fn: Callable[[Any, Any], Any], xs: Any, dim: int = 0, rever
     return tree_map(lambda *y: torch.cat(y).movedim(0, dim), *(ys[::-1] if reverse else ys))
 
 
-def linear_recurrence(a: Any, b: Tensor, init: Tensor | None = None, dim: int = 0, reverse: bool = False) -> Tensor:
-    """h[t] = a[t] h[t - 1] + b[t] along `dim`; `a` and `init` broadcast to b, and to b without `dim`."""
-    h: Any = 0 if init is None else init
-    pairs = [*zip(torch.as_tensor(a).expand(b.shape).unbind(dim), b.unbind(dim), strict=True)]
-    hs = [h := factor * h + x for factor, x in (pairs[::-1] if reverse else pairs)]
-    return torch.stack(hs[::-1] if reverse else hs, dim)
+def linear_recurrence(
+    a: Any,
+    b: Tensor,
+    init: Tensor | None = None,
+    dim: int = 0,
+    reverse: bool = False,
+    matrix: bool = False,
+    resets: Tensor | None = None,
+) -> Tensor:
+    """h[t] = a[t] h[t - 1] + b[t] along `dim`, with init for h[t - 1] where resets[t]; all broadcast to b."""
+    first = torch.as_tensor(0 if init is None else init)
+    factors = torch.as_tensor(a).expand(*b.shape, *b.shape[-1:] * matrix).unbind(dim % b.dim())
+    resets = torch.zeros((), dtype=torch.bool) if resets is None else resets.unsqueeze(-1) if matrix else resets
+    h, hs = first.expand_as(b.select(dim, 0)), {}
+    for t in reversed(range(len(factors))) if reverse else range(len(factors)):
+        h = torch.where(resets.expand(b.shape).select(dim, t), first, h)
+        h = ((factors[t] * h.unsqueeze(-2)).sum(-1) if matrix else factors[t] * h) + b.select(dim, t)
+        hs[t] = h
+    return torch.stack([hs[t] for t in sorted(hs)], dim)
+
+
+def rnn(
+    cell: Callable[[Tensor, Any], Any],
+    x: Tensor,
+    state: Any,
+    lens: Sequence[int],
+    dones: Tensor | None = None,
+    fresh: Any = None,
+    reverse: bool = False,
+) -> tuple[Tensor, Any]:
+    """(output (T, B, *F), state) of a cell `(x, state) -> (y, state)`, each row of x (T, B, *F) alone.
+
+    Where `dones` (T, B) an episode begins, with the state `fresh`; each is run from its end under `reverse`.
+    """
+    rows: list[Any] = []
+    for b, n in enumerate(lens):
+        s, ys = tree_map(lambda s, b=b: s[b : b + 1], state), {}
+        for t in reversed(range(n)) if reverse else range(n):
+            first = t + reverse  # the step that may begin an episode
+            if dones is not None and first < n and dones[first, b]:
+                s = tree_map(lambda s, b=b: s[b : b + 1], fresh)
+            ys[t], s = cell(x[t, b : b + 1], s)
+        rows.append(([ys.get(t) for t in range(len(x))], s))
+    zero = torch.zeros_like(next(y for ys, _ in rows for y in ys if y is not None))
+    output = torch.stack([torch.cat([zero if y is None else y for y in ys]) for ys, _ in rows], 1)
+    return output, tree_map(lambda *s: torch.cat(s), *(s for _, s in rows))
 
 
 # Packed tensors: values (N, *F) hold the rows one after another, `lens` how long each is. An operation is that of each

@@ -70,6 +70,7 @@ TABLE = {
     "past_attend": KernelEntry("past", cpu=SINGLE),
     "past_attend_grad": KernelEntry("past", cpu=SINGLE),
     "linear_recurrence": KernelEntry("recurrence", cpu=REAL),
+    "matrix_recurrence": KernelEntry("recurrence", cpu=REAL),
     "beam_attend": KernelEntry("attend", cpu=SINGLE),  # 0.2 : 1.5 over 32 slots, 0.8 : 2.4 over 128, 4 heads of 32
 }
 

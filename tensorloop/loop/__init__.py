@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from tensorloop.loop.module_state import carrying as carrying
     from tensorloop.loop.options import Condition as Condition
     from tensorloop.loop.options import Plan as Plan
+    from tensorloop.loop.rnn import RNN as RNN
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     __getattr__, __dir__, __all__ = face(
@@ -46,5 +47,6 @@ if not TYPE_CHECKING:  # a checker would take any name for one of ours
             "loop.first_step": ("first_only",),
             "loop.module_state": ("Carrying", "carrying"),
             "loop.options": ("Condition", "Plan"),
+            "loop.rnn": ("RNN",),
         },
     )

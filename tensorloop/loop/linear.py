@@ -1,68 +1,91 @@
-"""`linear_recurrence`: h = a h + b over all steps as one node of the graph, with the gradient that algebra gives.
+"""`linear_recurrence`: h = a h + b over all steps in one operation: its arguments, packed ones, resets.
 
-With g the gradient of h, that of b is the recurrence run backwards, from each step with the factor of the one after it,
-
-    db[t] = g[t] + conj(a[t + 1]) db[t + 1],    da[t] = db[t] conj(h[t - 1]),    dinit = conj(a[0]) db[0],
-
-so `a` and `h` are all that is kept. Both are differentiable operations again, and any order follows.
+`recurrences` has what is computed, and the gradient. A reset is a step with a start: there h is b alone, to which
+a times init was added before.
 """
 
 import functools
 from numbers import Number
-from typing import Any
+from typing import Any, TypeVar
 
 import torch
 from torch import Tensor
 
-from tensorloop import kernels
+from tensorloop import packed
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
-from tensorloop._torch import transforms
-from tensorloop._torch.formula import Formula, evaluate
-from tensorloop.loop.associative import associative_scan
+from tensorloop.loop import recurrences
 from tensorloop.loop.compiled import around
-from tensorloop.packed.table.base import any_packed
+from tensorloop.packed.rows.dim import Dim, describe_difference
+from tensorloop.packed.table.autograd import check_gradient
+from tensorloop.packed.table.base import is_packed
+
+P = TypeVar("P", bound="Tensor | packed.PackedTensor")
 
 
 @named("linear_recurrence")
 def linear_recurrence(
-    a: Tensor | complex, b: Tensor, init: Tensor | complex | None = None, *, dim: int = 0, reverse: bool = False
-) -> Tensor:
-    """Computes h[t] = a[t] * h[t - 1] + b[t], element by element, for all t in one operation.
+    a: "Tensor | packed.PackedTensor | complex",
+    b: P,
+    init: Tensor | complex | None = None,
+    *,
+    dim: int | Dim = 0,
+    reverse: bool = False,
+    matrix: bool = False,
+    resets: "Tensor | packed.PackedTensor | None" = None,
+) -> P:
+    """Computes h[t] = a[t] * h[t - 1] + b[t], element by element or with matrices, for all t in one operation.
 
         h = tl.linear_recurrence(a, b)  # a and b: (T, ...)
         returns = tl.linear_recurrence(0.99, rewards, reverse=True)  # discounted returns
+        h = tl.linear_recurrence(A, x @ B.T, matrix=True)  # A: (F, F) or (T, ..., F, F); h: (T, ..., F)
+        h = tl.linear_recurrence(a, b, init, resets=starts)  # h is init again before the steps where starts
 
-    Discounted returns, moving averages, filters, diagonal state-space models and linear attention are such loops.
-    Values and gradients are those of this one:
+    Discounted returns, moving averages, filters, state-space models and linear attention are such loops. Values and
+    gradients are those of this one:
 
-        h = []
+        h, hs = init, []
         for t in reversed(range(T)) if reverse else range(T):
-            init = a.select(dim, t) * init + b.select(dim, t)
-            h.append(init)
-        return torch.stack(h, dim)  # in index order
+            h = torch.where(resets.select(dim, t), init, h)
+            h = a.select(dim, t) * h + b.select(dim, t)  # or a @ h + b
+            hs.append(h)
+        return torch.stack(hs, dim)  # in index order
 
     Args:
         a: the factors: a number, or a tensor that broadcasts to b. A length of 1, along `dim` or another, is one factor
-            for all.
-        b: tensor with T steps along `dim`, of the shape of the result.
+            for all. With `matrix`, square matrices: a tensor that broadcasts to (*b.shape, F), and has (F, F) last.
+        b: tensor with T steps along `dim`, of the shape of the result. With `matrix` its last dim holds the vectors, of
+            length F. A packed tensor has a recurrence of its own in each row.
         init: h before the first step: a number, or a tensor that broadcasts to b without `dim`. None (default) is 0.
-        dim: int, the dim of b to run over; default 0.
+            Packed rows begin with it: (B, *F), or what broadcasts to that.
+        dim: int, the dim of b to run over; default 0. Packed b runs over its ragged dim, whatever stands here.
         reverse: bool, default False. True begins with the last step.
+        matrix: bool, default False. True multiplies by matrices.
+        resets: bool tensor that broadcasts to b, with `matrix` to b without its last dim. Before the steps where it is
+            true h is init again. None (default): nowhere. With packed b it is packed.
 
     Returns:
-        All h, a tensor of b's shape, in index order.
+        All h, a tensor of b's shape, in index order; packed if b is.
+
+    Packed b: a is a number, packed with b's lengths, or a tensor that broadcasts to one step, (B, 1, *F) or *F.
+    Nothing goes from row to row, NaN neither.
+    A matrix state H = A H + U of V columns is V vectors: `b` is U with its columns last, (T, ..., V, F), and `a` has a
+    1 for them, (T, ..., 1, F, F).
 
     Dtypes: any; a, b and init are promoted to one.
     Gradient: by formula to a, b and init, complex ones too; any order, forward mode, `torch.func`.
-    Cost: O(T) operations: one pass of a kernel on the CPU in float32 and float64, else 2 log2(T) rounds of operations
-    on whole slabs, with a working memory of some 3 T elements. Kept for backward: a in its own shape and h, that is the
-    result itself; a alone where it needs no gradient; nothing where it is a number. The rounds add in another order
-    than a loop, so results differ by rounding. Inside `torch.compile` it is traced as an associative scan.
+    Cost: O(T) operations, F^2 each with matrices: one pass of a kernel on the CPU in float32 and float64, else 2
+    log2(T) rounds of operations on whole slabs, with a working memory of some 3 T elements. Kept for backward: a in its
+    own shape and h, that is the result itself; a alone where it needs no gradient; nothing where it is a number. Packed
+    rows and resets keep a bool more for each step, and with init a bool for each number, and a's product with init is
+    taken at all steps. Matrices of two steps are multiplied in the rounds, which takes F^3, unless one A is for all
+    steps; where that would be much, steps go one by one, and so do products of many vectors with one large matrix go
+    to torch. The rounds add in another order than a loop, so results differ by rounding. Inside `torch.compile` it is
+    traced as an associative scan.
 
     Raises:
-        TypeError: an argument that is no tensor or number; packed b.
-        ValueError: no such dim; shapes that do not broadcast to b.
+        TypeError: an argument that is no tensor or number; one packed, and b not; resets that are no bools.
+        ValueError: no such dim; shapes that do not broadcast to b; rows of other lengths.
 
     Source: Blelloch, Prefix sums and their applications, CMU-CS-90-190, 1990; the gradient as in Martin and Cundy,
     Parallelizing linear recurrent neural nets over sequence length, ICLR 2018.
@@ -70,103 +93,121 @@ def linear_recurrence(
     Example:
         >>> tl.linear_recurrence(0.5, torch.tensor([8.0, 0.0, 4.0]), reverse=True)  # discounted returns
         tensor([9., 2., 4.])
+        >>> fibonacci = torch.tensor([[1.0, 1.0], [1.0, 0.0]])
+        >>> tl.linear_recurrence(fibonacci, torch.zeros(5, 2), torch.tensor([1.0, 0.0]), matrix=True)[:, 0]
+        tensor([1., 2., 3., 5., 8.])
+        >>> rows = tl.PackedTensor(torch.ones(5), [2, 3])
+        >>> tl.linear_recurrence(0.5, rows, reverse=True).values
+        tensor([1.5000, 1.0000, 1.7500, 1.5000, 1.0000])
     """
-    dim = arguments.as_int(dim, "dim")
     arguments.as_bool(reverse, "reverse")
-    if any_packed((a, b, init)):
-        raise WrongType("b is packed, and would go on from row to row; give b.pad(), with dim=1")
-    try:
-        arguments.dense_tensor(b, "b")
-    except TypeError as error:
-        raise WrongType(str(error)) from None
+    arguments.as_bool(matrix, "matrix")
+    dim = 1 if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
+    if is_packed(b):
+        check_gradient(a, b)
+        return _packed(a, b, init, reverse, matrix, resets)
+    for what, x in (("a", a), ("init", init), ("resets", resets)):
+        if is_packed(x):
+            raise WrongType(f"{what} is packed, and b is not; pack b too (tl.pack_padded), or give {what}.pad()")
+    arguments.dense_tensor(b, "b")
     if not -b.dim() <= dim < b.dim():
         raise WrongValue(f"b has no dim {dim} to run over: its shape is {tuple(b.shape)}")
     dim %= b.dim()
+    if matrix and dim == b.dim() - 1:
+        raise WrongValue(f"dim is {dim}, the last one of b, {tuple(b.shape)}, where the vectors of matrix=True are")
     shape = [*b.shape]
-    a = _broadcast(a, "a", b, shape)
-    init = _broadcast(0 if init is None else init, "init", b, shape[:dim] + shape[dim + 1 :])
-    init = init.expand(shape[:dim] + shape[dim + 1 :]).unsqueeze(dim)
+    rest = shape[:dim] + shape[dim + 1 :]
+    init = None if init is None else _broadcast(init, "init", b, rest, "b without its steps")
+    init = None if init is None else init.expand(rest).unsqueeze(dim)
+    if resets is not None:
+        resets = _as_starts(resets, b, shape, matrix)
+        resets = resets.expand(*resets.shape[:dim], shape[dim], *resets.shape[dim + 1 :]).clone()
+        resets.narrow(dim, -1 if reverse and shape[dim] else 0, min(1, shape[dim])).fill_(True)
+    found: Any = _run(_factors(a, b, shape, matrix), b, init, resets, dim, reverse, matrix)
+    return found
+
+
+def _packed(a: Any, b: Any, init: Any, reverse: bool, matrix: bool, resets: Any) -> Any:
+    """The recurrence of each row, as one of the values that begins anew with each."""
+    ragged, values = b._dim, b.values
+    features = [*values.shape[1:]]
+    if matrix and not features:
+        raise WrongValue(f"b has no dim for the vectors of matrix=True: its values are {tuple(values.shape)}")
+    rows = [len(ragged), 1, *features]
+    for what, x in (("a", a), ("resets", resets)):
+        if is_packed(x) and not ragged.same(x._dim):
+            raise describe_difference(ragged, x._dim, what)
+
+    def of_rows(x: Tensor) -> Tensor:
+        """(B or 1, 1, *F) as it stands beside the values."""
+        return x[0] if len(x) == 1 else x.squeeze(1).index_select(0, ragged._row_ids)
+
+    a = (
+        _factors(a.values, values, [*values.shape], matrix)
+        if is_packed(a)
+        else of_rows(_factors(a, values, rows, matrix))
+    )
+    if init is not None:
+        init = of_rows(_broadcast(init, "init", values, rows[:1] + features, "b without its steps").unsqueeze(1))
+    starts = ragged._positions == (0 if not reverse else (ragged._lens - 1).index_select(0, ragged._row_ids))
+    starts = starts.view(-1, *[1] * len(features))
+    if resets is not None:
+        if not is_packed(resets):
+            raise WrongType(f"resets must be packed as b is, got {arguments.describe(resets)}; tl.pack_padded packs it")
+        starts = starts | _as_starts(resets.values, values, [*values.shape], matrix)
+    return b._with(_run(a, values, init, starts, 0, reverse, matrix))
+
+
+def _run(
+    a: Tensor, b: Tensor, init: Tensor | None, starts: Tensor | None, dim: int, reverse: bool, matrix: bool
+) -> Tensor:
+    """All of b's rank, `a` of one more with matrices; with `starts` a has init for each step, or for all."""
     around.check_whole("linear_recurrence")
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (a, b, init)))
-    return _run(a.to(dtype), b.to(dtype), init.to(dtype), dim, reverse)
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (a, b, init) if x is not None))
+    a, b, at = a.to(dtype), b.to(dtype), b.dim() - 1 if matrix else None
+    init = None if init is None else init.to(dtype)
+    if starts is not None:
+        b = b if init is None else b + torch.where(starts, recurrences.times(a, init, at), 0)
+        return recurrences.run(a, b, starts, dim, reverse, at)
+    if init is None:
+        init = b.new_zeros(()).expand(*b.shape[:dim], 1, *b.shape[dim + 1 :])
+    return recurrences.run(a, b, init, dim, reverse, at)
 
 
-def _broadcast(x: Any, what: str, b: Tensor, shape: list[int]) -> Tensor:
-    """`x` with as many dims as `shape`, to which it broadcasts."""
+def _factors(a: Any, b: Tensor, shape: list[int], matrix: bool) -> Tensor:
+    """`a` with as many dims as `shape`, to which it broadcasts, and one more for the columns of matrices."""
+    if not matrix:
+        return _broadcast(a, "a", b, shape, "b")
+    arguments.dense_tensor(a, "a")
+    size = shape[-1]
+    if a.shape[-2:] != (size, size):
+        raise WrongValue(
+            f"a must hold matrices {(size, size)} for the vectors of b, {tuple(b.shape)}, got {tuple(a.shape)}"
+        )
+    return _broadcast(a, "a", b, [*shape, size], "(*b.shape, F)")
+
+
+def _as_starts(resets: Any, b: Tensor, shape: list[int], matrix: bool) -> Tensor:
+    """Bools of the rank of b that broadcast to it."""
+    arguments.dense_tensor(resets, "resets")
+    if resets.dtype != torch.bool:
+        raise WrongType(f"resets must be bools, got dtype {resets.dtype}; compare them, as in resets != 0")
+    to = "b without its last dim" if matrix else "b"
+    starts = _broadcast(
+        resets, "resets", b, shape[:-1] if matrix else shape, to, "; add dims at the end: resets[..., None]"
+    )
+    return starts.unsqueeze(-1) if matrix else starts
+
+
+def _broadcast(x: Any, what: str, b: Tensor, shape: list[int], to: str, hint: str = "") -> Tensor:
+    """`x` with as many dims as `shape`, that of `to`, to which it broadcasts."""
     if isinstance(x, Number) and not isinstance(x, bool):
         x = b.new_ones(()) * x  # pyright: ignore[reportOperatorIssue]  # torch's own rules for the dtype
-    try:
-        arguments.dense_tensor(x, what)
-    except TypeError as error:
-        raise WrongType(str(error)) from None
+    arguments.dense_tensor(x, what)
     if x.device != b.device and x.dim():
         raise WrongValue(f"{what} is on {x.device}, b on {b.device}; move one of them with .to()")
     given = tuple(x.shape)
     x = x.reshape((1,) * (len(shape) - x.dim()) + given)
     if x.dim() > len(shape) or any(n not in (1, m) for n, m in zip(x.shape, shape, strict=True)):
-        steps = "" if what == "a" else " without its steps"
-        raise WrongValue(f"{what} must broadcast to b{steps}, {tuple(shape)}, got shape {given}")
+        raise WrongValue(f"{what} must broadcast to {to}, {tuple(shape)}, got shape {given}{hint}")
     return x
-
-
-def _run(a: Tensor, b: Tensor, init: Tensor, dim: int, reverse: bool) -> Tensor:
-    """All of one dtype and rank; `init` is as long as b but 1 along `dim`."""
-    if not b.shape[dim]:
-        return a * init + b
-    if torch.compiler.is_compiling():
-        return _traced(a, b, init, dim, reverse)
-    # Under a transform nothing tells whether `a` has a gradient.
-    constant = not a.requires_grad and transforms.maybe_level() is None and not transforms.forward_mode()
-    return evaluate(_formula(dim, reverse, constant), a, b, init)
-
-
-@functools.cache
-def _formula(dim: int, reverse: bool, constant: bool) -> Formula:
-    """The gradient formula of a recurrence; with a `constant` factor h is not kept."""
-
-    def run(a: Tensor, b: Tensor, init: Tensor) -> Tensor:
-        return kernels.find("linear_recurrence", b, a, init)(a, b, init, dim, reverse)
-
-    def of_b(grad: Tensor, a: Tensor) -> tuple[Tensor, Tensor]:
-        """(the gradient of b, that of init)"""
-        a = shifted = a.conj()
-        if (n := a.shape[dim]) > 1:  # each step gets the factor of the one after it, the last one 0
-            parts = [a.narrow(dim, 1 - reverse, n - 1), torch.zeros_like(a.narrow(dim, 0, 1))]
-            shifted = torch.cat(parts[::-1] if reverse else parts, dim)
-        found = _run(shifted, grad, torch.zeros_like(grad.narrow(dim, 0, 1)), dim, not reverse)
-        first = [x.narrow(dim, x.shape[dim] - 1 if reverse else 0, 1) for x in (a, found)]
-        return found, first[0] * first[1]
-
-    def before(init: Tensor, h: Tensor) -> Tensor:
-        """h of the step before each."""
-        parts = [init, h.narrow(dim, int(reverse), h.shape[dim] - 1)]
-        return torch.cat(parts[::-1] if reverse else parts, dim)
-
-    def vjp(grad: Tensor, a: Tensor, init: Tensor, h: Tensor) -> tuple[Tensor, ...]:
-        found, of_init = of_b(grad, a)
-        return (found * before(init, h).conj()).sum_to_size(a.shape), found, of_init
-
-    def vjp_of_constant(grad: Tensor, a: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *of_b(grad, a)
-
-    def jvp(tangents: tuple[Tensor | None, ...], a: Tensor, init: Tensor, h: Tensor) -> Tensor:
-        of_a, of_b, of_init = tangents
-        b = torch.zeros_like(h) if of_b is None else of_b
-        if of_a is not None:
-            b = b + of_a * before(init, h)
-        return _run(a, b, torch.zeros_like(init) if of_init is None else of_init, dim, reverse)
-
-    if constant:
-        return Formula(run, vjp_of_constant, keeps=(0,))
-    return Formula(run, vjp, jvp, keeps=(0, 2, 3))
-
-
-def _traced(a: Tensor, b: Tensor, init: Tensor, dim: int, reverse: bool) -> Tensor:
-    """Runs the recurrence in operations that torch.compile follows."""
-    a, b, init = (x.movedim(dim, 0) for x in (a, b, init))
-    if reverse:
-        a, b = a.flip(0), b.flip(0)
-    a = a.expand(len(b), *a.shape[1:])
-    b = torch.cat([a[:1] * init + b[:1], b[1:]])
-    h = associative_scan(lambda p, q: (q[0] * p[0], q[0] * p[1] + q[1]), (a, b))[1]
-    return (h.flip(0) if reverse else h).movedim(0, dim)

@@ -146,6 +146,7 @@ EXCLUDED = {
         "loop/test_associative_scan_gradients.py::test_torch_compile_takes_it_as_one_graph",
         "loop/test_compat_rules.py::test_an_associative_scan_in_one_graph[True]",
         "loop/test_linear_recurrence.py::test_torch_compile_takes_it_as_one_graph",
+        "loop/test_matrix_recurrence.py::test_torch_compile_takes_it_as_one_graph",
     ),
 }
 

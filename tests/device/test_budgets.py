@@ -48,7 +48,7 @@ BUDGETS: dict[str, Budget] = {
     "packed_scan_checkpointed": Budget(31.5, 0, -19, 0, 2),
     "fixed_point": Budget(16, 2, 29, 1, 2),
     "fori_loop": Budget(6, 0, 8, 0, 0),
-    "linear_recurrence": Budget(1, 0, 67, 0, 0),
+    "linear_recurrence": Budget(1, 0, 66, 0, 0),
     "compiled_scan": Budget(0.5, 0, 23, 0, 0),
     "compiled_scan_checkpointed": Budget(0.75, 0, 25, 0, 0),
     "compiled_scan_until": Budget(0.62, 0.12, 28, 1, 0),

@@ -55,6 +55,7 @@ DOORS = {
     "kernels.scores": {"attention", "beam"},
     "kernels.sight": {"attention", "beam", "packed"},
     "kernels.lattices": {"packed"},
+    "kernels.eager.recurrence": {"loop"},
     # numba is always there, and orderings are found on the CPU: their kernels have no second form in torch operations
     "kernels.cpu.graphs": {"ordering"},
     "kernels.cpu.graph_walks": {"ordering"},

@@ -32,6 +32,7 @@ TEXTS = [
 LIBRARY = [p for p in SOURCES if p.is_relative_to(ROOT / "tensorloop") or p.is_relative_to(ROOT / "cuda")]
 
 FILE_LINES = 500
+LONGER = {Path("tensorloop/reference.py"): 550}  # 0059
 FUNCTION_LINES = 90
 USUAL_FUNCTION_LINES = 40
 MACHINE_PATH = re.compile(r"(?<![\w./:])/(?:home|Users|root|work|opt|mnt|tmp)/\w+")
@@ -50,7 +51,7 @@ def function_lengths(source: str) -> Iterator[tuple[str, int]]:
 def test_sizes():
     sources = {path.relative_to(ROOT): path.read_text() for path in SOURCES}
     lines = {path: len(source.splitlines()) for path, source in sources.items()}
-    assert {path: n for path, n in lines.items() if n > FILE_LINES} == {}
+    assert {path: n for path, n in lines.items() if n > LONGER.get(path, FILE_LINES)} == {}
     functions = [(path, name, n) for path, source in sources.items() for name, n in function_lengths(source)]
     assert [found for found in functions if found[-1] > FUNCTION_LINES] == []
 

@@ -25,7 +25,7 @@ OF_KERNELS = {
     "segment_logsumexp": ["segment_logsumexp", "segment_logsumexp_grad"],
     "segment_softmax": ["segment_softmax", "segment_softmax_grad"],
     "segment_cumsum": ["segment_cumsum"],
-    "linear_recurrence": ["linear_recurrence"],
+    "linear_recurrence": ["linear_recurrence", "matrix_recurrence"],
     "edit_distance": ["edit_distance", "edit_cost"],
     "edit_path": ["edit_paths"],
     "beam_search": ["beam_best", "beam_pool", "beam_chosen", "beam_ancestors", "beam_trace"],

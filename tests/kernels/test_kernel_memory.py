@@ -126,6 +126,7 @@ CASES: dict[str, Callable[[int, torch.dtype], tuple[Any, ...]]] = {
     "rnnt_loss": lambda n, _: _rnnt(n),
     "rnnt_loss_grad": lambda n, _: (torch.randn(n), *_rnnt(n)),
     "linear_recurrence": lambda n, _: (torch.randn(4, n), torch.randn(4, n), torch.randn(1, n), 0, True),
+    "matrix_recurrence": lambda n, _: (torch.randn(4, 1, n, n), torch.randn(4, 3, n), torch.randn(1, 3, n), 0, True),
     "past_attend": lambda n, _: _past(n),
     "past_attend_grad": lambda n, _: _past(n, reverse=True),
 }  # fmt: skip

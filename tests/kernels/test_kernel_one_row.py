@@ -90,6 +90,11 @@ def recurrence() -> Case:
     return Case(given, lambda kernel, a, b, h: [Rows.of(kernel(a, b, h, 1, False))])
 
 
+def matrices() -> Case:
+    given = [Rows.of(numbers(B, 9, 5, 5)), Rows.of(numbers(B, 9, 5)), Rows.of(numbers(B, 1, 5))]
+    return Case(given, lambda kernel, a, b, h: [Rows.of(kernel(a, b, h, 1, False))])
+
+
 def slots(writes: bool) -> Case:
     pos, where = torch.tensor([1, 0, 1]), torch.tensor([True, True, False])
 
@@ -160,6 +165,7 @@ def find_case(operation: str, backend: str) -> Case:
         "regroup": lambda: regrouped(cases.some_moves()),
         "regroup_sums": lambda: regrouped(cases.some_moves().transposed),
         "linear_recurrence": recurrence,
+        "matrix_recurrence": matrices,
         "write_rows": lambda: slots(True),
         "take_rows": lambda: slots(False),
         "beam_best": best,

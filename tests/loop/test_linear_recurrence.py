@@ -276,12 +276,6 @@ REFUSED: list[tuple[str, Callable[[], Any], type[Exception], str]] = [
         ValueError,
         "init must broadcast to b without its steps, (3,), got shape (4,)",
     ),
-    (
-        "packed",
-        lambda: linear_recurrence(1, tl.PackedTensor.from_list([ONES, ONES[:2]])),  # pyright: ignore
-        TypeError,
-        "b is packed, and would go on from row to row; give b.pad(), with dim=1",
-    ),
 ]
 
 
