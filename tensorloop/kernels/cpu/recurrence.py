@@ -67,6 +67,15 @@ def _run(
     for task in range(begin, end):
         group, low = task // blocks, task % blocks * BLOCK
         p, q = group // Q, group % Q
+        if R == 1:  # time is the last dim: without slices, which cost more than their one number
+            last = init[group]
+            for step in range(T):
+                t = T - 1 - step if reverse else step
+                at = (p * T + t) * Q + q
+                of = p * by_row + t * by_step + q * by_group
+                last = b[at] if starts.size and starts[at] else a[of] * last + b[at]
+                out[at] = last
+            continue
         size = min(BLOCK, R - low)
         h[:size] = init[group * R + low : group * R + low + size]
         for step in range(T):
