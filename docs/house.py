@@ -16,7 +16,7 @@ from typing import NamedTuple
 PACKAGE = Path(__file__).parents[1] / "tensorloop"
 PICTURE = Path(__file__).parent / "images" / "house.svg"
 GROUND = {"_torch", "_common"}  # everybody may import these; `_common` stands on `_torch`
-SIDE = {"memory", "testing", "reference"}  # these may import anything, and nobody imports them
+SIDE = {"memory", "testing", "same", "reference"}  # these may import anything, and nobody imports them
 WHAT = {  # what is in a room, in so many words as a box takes
     "hf": "transformers models in loops",
     "beam": "beam search, trained through",
@@ -33,7 +33,8 @@ WHAT = {  # what is in a room, in so many words as a box takes
     "schedule": "which carries to keep",
     "cuda": "door to tensorloop_cuda",
     "memory": "bytes, lines, pictures",
-    "testing": "assertions for users",
+    "testing": "assertions, ports compared",
+    "same": "python -m tensorloop.same",
     "reference": "the oracle",
     "_common": "pytrees, arguments, scope, errors",
     "_torch": "private names of torch, each once",

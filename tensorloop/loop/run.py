@@ -18,6 +18,9 @@ from tensorloop.loop.rows_loop import with_known_rows
 def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile = False) -> tuple[Loop, Any]:
     """Runs a loop as it was asked to: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
+    if auto.told is not None and compile is not False:
+        compile, checkpoints = auto.told.compile, auto.told.checkpoints if checkpoints is None else checkpoints
+        auto.told.loops += 1
     plan = node.plan_of(checkpoints)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
         around.check_inner_loop(loop)

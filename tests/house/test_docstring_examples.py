@@ -14,8 +14,8 @@ import torch.nn.functional as F
 import tensorloop as tl
 
 # rooms that say in `__all__` what they offer
-FACES = ("beam", "compat", "hf", "loop", "ordering", "packed", "risk", "schedule")
-FILES = ("cuda", "memory", "testing")  # what they define is what they offer
+FACES = ("beam", "compat", "hf", "loop", "ordering", "packed", "risk", "schedule", "testing")
+FILES = ("cuda", "memory")  # what they define is what they offer
 MAIN = ("TensorArray", "PackedTensor", "Dim", "RegroupPlan", "beam.Hypotheses", "beam.Lattice", "hf.TrainCache")
 MAIN += ("ordering.Graph", "ordering.Ordering", "ordering.Permutation", "schedule.Schedule", "memory.Tracker")
 PARTS = {  # what an array of this library, a test or a file is told about, and no user asks
@@ -23,7 +23,7 @@ PARTS = {  # what an array of this library, a test or a file is told about, and 
     *("Dim.total", "Dim.max_len"),
     *("ordering.Ordering.graph", "ordering.Ordering.block_size", "ordering.Ordering.permutation"),
     *("ordering.Ordering.inverse", "ordering.Ordering.blocks", "ordering.Permutation.on"),
-    *("ordering.Permutation.is_identity", "hf.TrainCache.of_layers", "testing.is_packed", "testing.version_of"),
+    *("ordering.Permutation.is_identity", "hf.TrainCache.of_layers"),
     *("memory.Tracker.as_dict", "memory.Tracker.plot", "memory.Tracker.reset_peak", "memory.Tracker.save"),
 }
 

@@ -1,0 +1,207 @@
+"""What a function reaches beside its arguments: tensors, numbers and what holds them, by name; put back after a run.
+
+Followed are cells of closures, globals that the code names, defaults, bound objects, modules, lists, dicts and the
+attributes of objects. Functions and classes of torch, numpy and this library are not looked into.
+"""
+
+import functools
+import types
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+_FOREIGN = {"torch", "numpy", "numba", "tensorloop", "builtins"}
+_WIDER = {torch.complex64: torch.complex128}
+_LEAVES = (int, float, complex, bool, str, type(None))  # what is compared beside tensors
+_MOST = 20_000  # objects
+
+
+def is_float(x: Any) -> bool:
+    """Whether this is a tensor that may have a gradient."""
+    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
+
+
+class World:
+    """All that `roots` reach, and how it was."""
+
+    def __init__(self, *roots: Any) -> None:
+        self.roots = roots
+        self.leaves: dict[str, Any] = {}
+        self._put_back: list[Callable[[], object]] = []
+        self._alive: list[Any] = []  # else an id may come twice
+        for name, x in _walk(self.roots, self._alive):
+            if isinstance(x, Tensor):
+                self.leaves[name] = x
+                self._put_back.append(_restorer(x))
+            elif isinstance(x, _LEAVES):
+                self.leaves[name] = x
+            else:
+                self._put_back += map(_restorer_of, _holders(x))
+        self.before = {name: _copy(x) for name, x in self.leaves.items()}
+
+    def tensors(self) -> dict[str, Tensor]:
+        """The tensors by name."""
+        return {name: x for name, x in self.leaves.items() if isinstance(x, Tensor)}
+
+    def now(self) -> dict[str, Any]:
+        """Copies of all that is reached now, by name."""
+        return {name: _copy(x) for name, x in _walk(self.roots, []) if isinstance(x, (Tensor, *_LEAVES))}
+
+    def put_back(self) -> None:
+        """Makes everything what it was."""
+        for restore in reversed(self._put_back):
+            restore()
+
+
+@contextmanager
+def in_double(tensors: list[Tensor]) -> Iterator[bool]:
+    """Inside, these tensors and new ones are of double precision, where that can be: they lie apart and are leaves."""
+    tensors = list({id(x): x for x in tensors if is_float(x)}.values())
+    places = {x.untyped_storage().data_ptr() for x in tensors if x.numel()}
+    may = all(x.is_leaf and type(x) in (Tensor, nn.Parameter) for x in tensors)
+    if not may or len(places) < sum(x.numel() > 0 for x in tensors):
+        yield False
+        return
+    before, default = [x.data for x in tensors], torch.get_default_dtype()
+    gradients = [x.grad for x in tensors]
+    try:
+        torch.set_default_dtype(torch.float64)
+        for x in tensors:
+            x.grad = None
+            x.data = x.data.to(_WIDER.get(x.dtype, torch.complex128 if x.is_complex() else torch.float64))
+        yield True
+    finally:
+        torch.set_default_dtype(default)
+        for x, data, gradient in zip(tensors, before, gradients, strict=True):
+            x.grad = None
+            x.data = data
+            x.grad = gradient
+
+
+def _walk(roots: Sequence[Any], alive: list[Any]) -> Iterator[tuple[str, Any]]:
+    """(name, object) of all that is reached, each object once, but for numbers and texts."""
+    seen: set[int] = set()
+    waiting = [("", root) for root in reversed(roots)]
+    while waiting and len(seen) < _MOST:
+        name, x = waiting.pop()
+        if isinstance(x, _LEAVES):
+            yield name, x
+        elif id(x) not in seen:
+            seen.add(id(x))
+            alive.append(x)
+            yield name, x
+            waiting += reversed([((name + part).lstrip("."), child) for part, child in _children(x)])
+
+
+def _is_foreign(kind: Any) -> bool:
+    return (getattr(kind, "__module__", None) or "builtins").partition(".")[0] in _FOREIGN
+
+
+def _children(x: Any) -> Iterator[tuple[str, Any]]:
+    """(the part of a name, what it names) of what is right below an object."""
+    if isinstance(x, Tensor | type | types.ModuleType):
+        return
+    if isinstance(x, nn.Module):
+        for table in (x._parameters, x._buffers, x._modules):
+            yield from ((f".{name}", child) for name, child in table.items())
+        yield from (
+            (f".{name}", child) for name, child in vars(x).items() if not name.startswith("_") and name != "training"
+        )
+    elif isinstance(x, functools.partial):
+        yield from (("", child) for child in (x.func, x.args, x.keywords))
+    elif isinstance(x, types.MethodType):
+        yield from (("", child) for child in (x.__self__, x.__func__))
+    elif isinstance(x, types.FunctionType):
+        if not _is_foreign(x):
+            yield from ((f".{name}", child) for name, child in _named_by(x).items())
+            yield from (("", child) for child in (x.__defaults__, x.__kwdefaults__, getattr(x, "__wrapped__", None)))
+    elif isinstance(x, list | tuple):
+        yield from ((f"[{i}]", child) for i, child in enumerate(x))
+    elif isinstance(x, dict):
+        yield from ((f"[{key!r}]", child) for key, child in x.items())
+    elif hasattr(x, "__dict__") and not _is_foreign(type(x)):
+        yield from ((f".{name}", child) for name, child in vars(x).items())
+
+
+def _named_by(function: types.FunctionType) -> dict[str, Any]:
+    """Returns what the code of a function reads beside its locals: cells and globals, by name."""
+    found: dict[str, Any] = {}
+    codes = [function.__code__]
+    for code in codes:
+        codes += [const for const in code.co_consts if isinstance(const, types.CodeType)]
+        found |= {name: function.__globals__[name] for name in code.co_names if name in function.__globals__}
+    for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True):
+        try:
+            found[name] = cell.cell_contents
+        except ValueError:  # nothing is in it yet
+            continue
+    return found
+
+
+def _holders(x: Any) -> list[Any]:
+    """Returns what of an object can be changed, and is to be put back."""
+    if isinstance(x, nn.Module):
+        return [x._parameters, x._buffers, x._modules, vars(x)]
+    if isinstance(x, list | dict | types.FunctionType):
+        return [] if isinstance(x, types.FunctionType) and _is_foreign(x) else [x]
+    return (
+        [vars(x)]
+        if hasattr(x, "__dict__") and not (isinstance(x, type | types.ModuleType) or _is_foreign(type(x)))
+        else []
+    )
+
+
+def _restorer_of(holder: Any) -> Callable[[], object]:
+    if isinstance(holder, list):
+        items = holder[:]
+        return lambda: holder.__setitem__(slice(None), items)
+    if isinstance(holder, dict):
+        table = dict(holder)
+        return lambda: None if _are_same(holder, table) else (holder.clear(), holder.update(table))
+    return _restorer_of_names(holder)
+
+
+def _are_same(a: dict[Any, Any], b: dict[Any, Any]) -> bool:
+    return len(a) == len(b) and all(key in b and b[key] is x for key, x in a.items())
+
+
+def _restorer_of_names(function: types.FunctionType) -> Callable[[], None]:
+    cells = [(cell, cell.cell_contents) for cell in function.__closure__ or () if _is_full(cell)]
+    names = _named_by(function).keys() & function.__globals__.keys()
+    values = {name: function.__globals__[name] for name in names if name not in function.__code__.co_freevars}
+
+    def restore() -> None:
+        for cell, value in cells:
+            cell.cell_contents = value
+        function.__globals__.update(values)
+
+    return restore
+
+
+def _is_full(cell: types.CellType) -> bool:
+    try:
+        cell.cell_contents  # noqa: B018
+    except ValueError:
+        return False
+    return True
+
+
+def _restorer(x: Tensor) -> Callable[[], None]:
+    data, gradient, wants = x.detach().clone(), x.grad if x.is_leaf else None, x.requires_grad
+
+    def restore() -> None:
+        if x.is_leaf:
+            x.requires_grad_(wants).grad = gradient
+        if x.shape == data.shape and x.dtype == data.dtype:
+            x.data.copy_(data)
+        elif x.is_leaf:
+            x.data = data.clone()
+
+    return restore
+
+
+def _copy(x: Any) -> Any:
+    return x.detach().clone() if isinstance(x, Tensor) else x
