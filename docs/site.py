@@ -81,6 +81,7 @@ WORDS = {
     "memory.md": "memory profiler leak",
     "huggingface.md": "hugging face transformers generate kv cache",
     "beam.md": "beam search decode generate",
+    "porting.md": "port a loop convert rewrite same_loop equivalence check patterns",
     "coming_from.md": "jax lax.scan equinox tensorflow keras torch.compile",
 }
 

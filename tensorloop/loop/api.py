@@ -24,6 +24,7 @@ from tensorloop.loop.loop import Loop
 from tensorloop.loop.options import (
     Body,
     Condition,
+    Dims,
     PackedScanOptions,
     Plan,
     TensorScanOptions,
@@ -128,7 +129,7 @@ def scan(
     xs: Any = None,
     length: int | None = None,
     *,
-    dim: int | Dim = 0,
+    dim: Dims | Dim = 0,
     reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: Any = None,
@@ -161,7 +162,8 @@ def scan(
         xs: what steps get: a tree of tensors with one length T along `dim`; body_fn sees them without that dim. A
             TensorArray gives its slots, a range its numbers. Packed tensors: see below. None (default): x is None.
         length: int, the number of steps where xs is None. With xs it is only compared with T.
-        dim: int, the dim of xs to run over; default 0. Packed xs run over their ragged dim.
+        dim: int, the dim of xs to run over; default 0. Or a tree like xs of ints, one for each tensor; ys then have T
+            first. Packed xs run over their ragged dim.
         reverse: bool, default False. True begins with the last slice; ys are still in the order of xs.
         until: `until(carry)`, or `until(carry, context)`, asked after each step: a `tl.loop.Condition`, True to stop.
             No gradient goes through it. None (default) runs all steps.
@@ -217,7 +219,7 @@ def _scan_of(
     """Checks a scan's arguments; returns what makes it of a kind of loop, an init and slices, and the slices of xs."""
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
     check_body(body_fn)
-    dim = dim if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
+    dim = dim if isinstance(dim, Dim | tuple | list | dict) else arguments.as_int(dim, "dim")
     length = None if length is None else arguments.as_int(length, "length")
     slices = slices_of(xs, length, dim, reverse, until)
     if arguments.as_bool(compact, "compact") and until is None:
@@ -399,7 +401,7 @@ def explain(
     xs: Any = None,
     length: int | None = None,
     *,
-    dim: int | Dim = 0,
+    dim: Dims | Dim = 0,
     reverse: bool = False,
     until: Callable[..., Condition] | None = None,
     context: Any = None,

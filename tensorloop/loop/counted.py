@@ -16,7 +16,7 @@ from tensorloop.loop.compiled.front import Compile, FirstStepApart
 from tensorloop.loop.compiled.in_graphs import in_graph
 from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
-from tensorloop.loop.options import LoopOptions, Plan
+from tensorloop.loop.options import Dims, LoopOptions, Plan
 from tensorloop.loop.run import run_loop, run_scan
 from tensorloop.loop.slices import Slices, refuse_packed_sequence
 from tensorloop.packed.table.base import any_packed
@@ -102,7 +102,7 @@ def map(
     fn: Callable[[int], Y],
     xs: range,
     *,
-    dim: int = 0,
+    dim: Dims = 0,
     batch_size: None = None,
     **options: Unpack[LoopOptions],
 ) -> Y: ...
@@ -111,7 +111,7 @@ def map(
     fn: Callable[[X], Y],
     xs: X,
     *,
-    dim: int = 0,
+    dim: Dims = 0,
     batch_size: int | None = None,
     **options: Unpack[LoopOptions],
 ) -> Y: ...
@@ -123,7 +123,7 @@ def map(
     fn: Callable[[Any], Any],
     xs: Any,
     *,
-    dim: int = 0,
+    dim: Dims = 0,
     batch_size: int | None = None,
     checkpoints: Plan = None,
     compile: Compile = None,
@@ -138,7 +138,7 @@ def map(
     Args:
         fn: `fn(x)`, with x a slice of xs without `dim`. It returns a tree of tensors and numbers, alike for all slices.
         xs: a tree of tensors with one length T along `dim`, TensorArrays or ranges, as in `tl.scan`; not packed.
-        dim: int, the dim of xs to run over; default 0.
+        dim: int, the dim of xs to run over; default 0. Or a tree like xs of ints, as in `tl.scan`.
         batch_size: int, how many slices run at a time under `torch.func.vmap`. fn still sees one slice; vmap's rules
             hold: no branches on values. None (default) runs slice by slice, without vmap.
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every call of fn saves for backward. K keeps the
@@ -164,7 +164,7 @@ def map(
         tensor([2., 2., 2.])
     """
     check_callable(fn=fn)
-    dim = arguments.as_int(dim, "dim")
+    dim = dim if isinstance(dim, tuple | list | dict) and batch_size is None else arguments.as_int(dim, "dim")
     if batch_size is not None:
         if checkpoints is not None:
             raise WrongValue("checkpoints and batch_size do not go together; leave one out")

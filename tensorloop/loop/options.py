@@ -24,6 +24,9 @@ step has run, and is `Checkpoints(budget=0.5)` where it does not, or where nobod
 length. A schedule, such as `tl.schedule.Periodic`, says itself which carries are kept.
 """
 
+Dims = int | tuple[Any, ...] | list[Any] | dict[Any, Any]
+"""What `dim=` of a loop over tensors takes: one dim for all, or a tree like xs of ints."""
+
 Condition = bool | Tensor
 """What `cond_fn` of a `tl.while_loop` and `until` of a `tl.scan` return.
 
@@ -47,7 +50,7 @@ class LoopOptions(TypedDict, total=False):
 class ScanOptions(LoopOptions, total=False):
     """The options that `scan` takes beside a body, an init and xs."""
 
-    dim: int | Dim
+    dim: Dims | Dim
     reverse: bool
     until: Callable[..., Condition] | None
     context: Any
@@ -64,7 +67,7 @@ class PackedScanOptions(LoopOptions, total=False):
 class TensorScanOptions(LoopOptions, total=False):
     """The options that `scan` takes over tensors, arrays and ranges, beside those that its overloads spell out."""
 
-    dim: int
+    dim: Dims
     reverse: bool
     compact: bool
 

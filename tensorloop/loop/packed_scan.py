@@ -36,7 +36,7 @@ class PackedSlices(Slices):
     __slots__ = ("counts", "inverse", "order", "ragged", "starts")
     steps_alike = False
 
-    def __init__(self, xs: Any, length: int | None, dim: int | Dim, reverse: bool) -> None:
+    def __init__(self, xs: Any, length: int | None, dim: Any, reverse: bool) -> None:
         self.ragged = ragged = _common(xs)
         if not is_recording():
             refuse_lost_gradient(tuple(x for _, x in packed_leaves(xs)))
@@ -60,7 +60,7 @@ class PackedSlices(Slices):
     def step_shape(self, x: Tensor, dim: int) -> list[int]:
         return [len(self.ragged), *x.shape[1:]]
 
-    def _agreed(self, lengths: dict[str, int], length: int | None) -> int | None:
+    def _agreed(self, lengths: dict[str, int], length: int | None, dim: Any) -> int | None:
         return None
 
     def _all_rows(self, x: Tensor | None, dim: int) -> Any:

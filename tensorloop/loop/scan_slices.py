@@ -6,7 +6,7 @@ from typing import Any
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop.loop.compiled import around
-from tensorloop.loop.options import Condition
+from tensorloop.loop.options import Condition, Dims
 from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.slices import Slices, refuse_packed_sequence
 from tensorloop.packed.rows.dim import Dim
@@ -14,7 +14,7 @@ from tensorloop.packed.table.base import any_packed
 
 
 def slices_of(
-    xs: Any, length: int | None, dim: int | Dim, reverse: bool, until: Callable[..., Condition] | None
+    xs: Any, length: int | None, dim: Dims | Dim, reverse: bool, until: Callable[..., Condition] | None
 ) -> Slices:
     """The slices of `xs`, after a look at whether the arguments say when to stop."""
     arguments.as_bool(reverse, "reverse")

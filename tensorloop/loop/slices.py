@@ -29,22 +29,25 @@ class Slices:
 
     steps_alike = True  # whether all have the same shapes
 
-    def __init__(self, xs: Any, length: int | None, dim: int, reverse: bool) -> None:
-        self.dim, self.reverse = dim, reverse
+    def __init__(self, xs: Any, length: int | None, dim: Any, reverse: bool) -> None:
         self.tree, leaves = pytree.taken_apart(xs)
+        dims = self._dims(dim)
+        self.dim, self.reverse = dim if isinstance(dim, int) else 0, reverse  # that of ys
         lengths = {
             path: n
-            for path, x in zip(self.tree.paths, leaves, strict=True)
-            if (n := self._length_of(path, x)) is not None
+            for path, x, d in zip(self.tree.paths, leaves, dims, strict=True)
+            if (n := self._length_of(path, x, d)) is not None
         }
         try:
-            self.length = self._agreed(lengths, length)
+            self.length = self._agreed(lengths, length, dim)
         except ValueError as error:
             if is_sequence(xs):
                 raise WrongValue(f"{error}. {steps_or_leaves(len(xs))}") from None
             raise
         # (tensor, its dim) for each leaf, (None, 0) for a leaf that is none.
-        self.tensors: list[tuple[Tensor | None, int]] = [self._as_tensor(x) for x in leaves]
+        self.tensors: list[tuple[Tensor | None, int]] = [
+            self._as_tensor(x, d) for x, d in zip(leaves, dims, strict=True)
+        ]
         self.ranges = {k: x for k, x in enumerate(leaves) if isinstance(x, range)}
         self._versions = Versions([x for x, _ in self.tensors])
         self._chunks: list[tuple[int, tuple[Tensor, ...]]] = [(-1, ())] * len(leaves)
@@ -133,7 +136,14 @@ class Slices:
                 f"clone() the slice before changing it"
             )
 
-    def _length_of(self, path: str, x: Any) -> int | None:
+    def _dims(self, dim: Any) -> list[Any]:
+        """The dim of each leaf, given as one for all or as a tree like xs."""
+        dims = [dim] * self.tree.size if isinstance(dim, int) else self.tree.flatten(dim)
+        if dims is None:
+            raise WrongType(f"dim must be an int, or a tree of ints like xs, got {describe(dim)}")
+        return dims
+
+    def _length_of(self, path: str, x: Any, dim: Any) -> int | None:
         if x is None:
             return None
         if isinstance(x, TensorArray | range):
@@ -144,29 +154,31 @@ class Slices:
             raise WrongType(
                 f"xs{path} is a nested tensor; a jagged one is taken as tl.PackedTensor.from_nested(xs{path})"
             )
-        if x.dim() == 0 or not -x.dim() <= self.dim < x.dim():
+        if type(dim) is not int:
+            raise WrongType(f"dim{path} must be an int, as xs{path} is a tensor, got {describe(dim)}")
+        if x.dim() == 0 or not -x.dim() <= dim < x.dim():
             raise WrongValue(
-                f"xs{path} has shape {tuple(x.shape)} and no dim {self.dim} to run over; give it one, or close over it"
+                f"xs{path} has shape {tuple(x.shape)} and no dim {dim} to run over; give it one, or close over it"
             )
-        return int(x.shape[self.dim])  # of a tracer: a number, as the loop is unrolled
+        return int(x.shape[dim])  # of a tracer: a number, as the loop is unrolled
 
-    def _agreed(self, lengths: dict[str, int], length: int | None) -> int | None:
+    def _agreed(self, lengths: dict[str, int], length: int | None, dim: Any) -> int | None:
         if length is not None and length < 0:
             raise WrongValue(f"length must be at least 0, got {length}")
         if len(set(lengths.values())) > 1:
             listed = ", ".join(f"xs{path}: {n}" for path, n in lengths.items())
-            raise WrongValue(f"the leaves of xs have different lengths along dim {self.dim}: {listed}")
+            raise WrongValue(f"the leaves of xs have different lengths along dim {dim}: {listed}")
         found = next(iter(lengths.values()), None)
         if None not in (found, length) and found != length:
-            raise WrongValue(f"length is {length}, but xs has length {found} along dim {self.dim}")
+            raise WrongValue(f"length is {length}, but xs has length {found} along dim {dim}")
         return length if found is None else found
 
-    def _as_tensor(self, x: Any) -> tuple[Tensor | None, int]:
+    def _as_tensor(self, x: Any, dim: Any) -> tuple[Tensor | None, int]:
         if x is None or isinstance(x, range):
             return None, 0
         if isinstance(x, TensorArray):
             return (x.stack() if length_of(x) else _no_slots(x)), 0
-        return x, self.dim % x.dim()
+        return x, dim % x.dim()
 
     def _all_rows(self, x: Tensor | None, dim: int) -> Any:
         if x is None:

@@ -1,5 +1,6 @@
 """One run of a function: its results, gradients and second derivatives, and what it left behind; two runs compared."""
 
+import inspect
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -15,7 +16,7 @@ from tensorloop.testing.world import World, is_float
 class Outcome(NamedTuple):
     """The results of a run. Gradients are by name, None where there is none; `second` is text where there are none."""
 
-    error: Exception | None = None
+    error: BaseException | None = None
     outputs: Mapping[str, Any] = {}
     needs_grad: Mapping[str, bool] = {}
     gradients: Mapping[str, Tensor | None] = {}
@@ -50,12 +51,23 @@ class Fresh(NamedTuple):
     given: dict[str, Tensor]
 
 
-def inputs_of(sample: tuple[Any, ...]) -> dict[str, Tensor]:
-    """The tensors of a sample by name."""
-    return {f"args{keystr(path)}": x for path, x in tree_flatten_with_path(sample)[0] if isinstance(x, Tensor)}
+def names_of(function: Callable[..., Any], count: int) -> tuple[str, ...]:
+    """The names of the first arguments of a function."""
+    try:
+        kinds = inspect.signature(function).parameters.values()
+    except (TypeError, ValueError):
+        kinds = ()
+    names = [p.name for p in kinds if p.kind in (p.POSITIONAL_ONLY, p.POSITIONAL_OR_KEYWORD)][:count]
+    return (*names, *(f"args[{i}]" for i in range(len(names), count)))
 
 
-def fresh(sample: tuple[Any, ...], wanted: Callable[[Tensor], bool]) -> Fresh:
+def inputs_of(sample: Mapping[str, Any]) -> dict[str, Tensor]:
+    """The tensors of a sample, which is given by argument, by name."""
+    found = ((name, tree_flatten_with_path(part)[0]) for name, part in sample.items())
+    return {f"{name}{keystr(path)}": x for name, leaves in found for path, x in leaves if isinstance(x, Tensor)}
+
+
+def fresh(sample: Mapping[str, Any], wanted: Callable[[Tensor], bool]) -> Fresh:
     """Copies of a sample. Who changes one in place may: it is no leaf, but made from one."""
     named = {id(x): name for name, x in inputs_of(sample).items()}
     leaves: dict[str, Tensor] = {}
@@ -72,7 +84,7 @@ def fresh(sample: tuple[Any, ...], wanted: Callable[[Tensor], bool]) -> Fresh:
             given[name] = leaf.clone()
         return given[name]
 
-    return Fresh(tree_map(copy, sample), leaves, given)
+    return Fresh(tuple(tree_map(copy, part) for part in sample.values()), leaves, given)
 
 
 def seed(number: int) -> None:
@@ -103,7 +115,7 @@ def run(
             found: Mapping[str, Tensor | None] | str = ""
             if second:
                 found = _second(gradients, targets)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         return Outcome(error)
     left = {name: x.detach() for name, x in arguments.given.items()} | world.now()
     return Outcome(None, {name: _cut(x) for name, x in outputs.items()}, needs_grad, gradients, found, left, state)

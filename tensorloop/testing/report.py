@@ -16,9 +16,13 @@ class RunCost(NamedTuple):
     remark: str = ""
 
 
+def _short(text: str, most: int = 60) -> str:
+    return text if len(text) <= most else f"{text[: most - 3]}..."
+
+
 @dataclass
 class LoopReport:
-    """The findings of `tl.testing.same_loop`: `print` shows them, `bool` says whether all is equal, a notebook has a table.
+    """The findings of `tl.testing.same_loop`, as a text, as a table in a notebook, and as a bool: whether all is equal.
 
     Args:
         differences: list of str, what differs, by result: empty where the port is the same.
@@ -55,7 +59,7 @@ class LoopReport:
         lines += [f"  first: {self.first}"] if self.first else []
         lines += [f"  {text}" for text in self.differences]
         if self.cases:
-            lines.append("sizes: " + "; ".join(f"{name}: {text}" for name, text in self.cases.items()))
+            lines.append("sizes: " + "; ".join(f"{name}: {_short(text)}" for name, text in self.cases.items()))
         if self.runs:
             head, rows = self._table()
             widths = [max(len(row[i]) for row in [head, *rows]) for i in range(len(head))]

@@ -1,6 +1,6 @@
 """Samples of other sizes: a dim of seven steps cut to none or one, or made longer by beginning again."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -8,21 +8,22 @@ from torch import Tensor
 
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.pytree import leaves_with_paths
 from tensorloop._torch.dispatch import tree_leaves, tree_map
 from tensorloop.packed.table.base import is_packed
 
 Sizes = Mapping[str, int | Sequence[int]] | None
-_MOST = 4  # sizes that are tried where nobody names them
 
 
-def named_sizes(sizes: Any, sample: tuple[Any, ...]) -> dict[str, tuple[int, tuple[int, ...]]]:
-    """Name -> (the size in the sample, those to try instead)."""
+def named_sizes(sizes: Any, sample: tuple[Any, ...], weights: Iterable[Tensor]) -> dict[str, tuple[int, Sequence[int]]]:
+    """Name -> (the size in the sample, those to try instead); of nobody's choice those that no weight has."""
     there = _sizes_in(sample)
     if sizes is None:
-        return {f"size {n}": (n, _others(n)) for n in there[:_MOST]}
+        fixed = {n for weight in weights for n in weight.shape}
+        return {f"size {n}": (n, _others(n)) for n in there if n not in fixed}
     if not isinstance(sizes, Mapping):
         raise WrongType(f"sizes must be a dict from names to sizes, such as {{'T': 7}}, got {describe(sizes)}")
-    found: dict[str, tuple[int, tuple[int, ...]]] = {}
+    found: dict[str, tuple[int, Sequence[int]]] = {}
     for name, given in sizes.items():
         several = [given] if isinstance(given, int) else given
         if not (isinstance(several, Sequence) and several and all(type(n) is int and n >= 0 for n in several)):
@@ -35,7 +36,14 @@ def named_sizes(sizes: Any, sample: tuple[Any, ...]) -> dict[str, tuple[int, tup
     return found
 
 
-def resized(sample: tuple[Any, ...], size: int, new: int) -> tuple[Any, ...]:
+def refuse_iterators(sample: tuple[Any, ...]) -> None:
+    """Raises where a sample has something that the first run would use up."""
+    for path, x in leaves_with_paths(sample):
+        if isinstance(x, Iterator):
+            raise WrongType(f"sample{path} is {describe(x)}, which one run uses up; give a list")
+
+
+def resized(sample: Mapping[str, Any], size: int, new: int) -> Mapping[str, Any]:
     """A sample whose dims and ints of one size are of another."""
 
     def change(x: Any) -> Any:
@@ -47,7 +55,7 @@ def resized(sample: tuple[Any, ...], size: int, new: int) -> tuple[Any, ...]:
                     x = x.index_select(dim, torch.arange(new, device=x.device) % max(n, 1))
         return x
 
-    return tree_map(change, sample, is_leaf=is_packed)
+    return {name: tree_map(change, part, is_leaf=is_packed) for name, part in sample.items()}
 
 
 def _sizes_in(sample: tuple[Any, ...]) -> list[int]:
@@ -59,6 +67,6 @@ def _others(n: int) -> tuple[int, ...]:
     return tuple(dict.fromkeys(m for m in (0, 1, n + 1 + n % 2) if m != n))
 
 
-def bytes_of(tensors: Iterator[Any]) -> int:
+def bytes_of(tensors: Iterable[Any]) -> int:
     """The bytes of tensors together."""
     return sum(x.nbytes for x in tensors if isinstance(x, Tensor))

@@ -8,13 +8,14 @@ its values for the longest time, whatever its name; a gradient is asked for at e
 
 import ast
 import functools
-import linecache
+import inspect
 import sys
 import sysconfig
+import textwrap
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from pathlib import Path
-from types import FrameType
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import torch
@@ -68,7 +69,7 @@ class Loops:
             or (file.startswith(_PYTHONS) and "-packages" not in file)
         ):
             return None
-        loops = _loops_in(file).get((code.co_name, code.co_firstlineno), ())
+        loops = _loops_in(code)
         line = frame.f_lineno
 
         def local(frame: FrameType, event: str, arg: Any) -> Any:
@@ -115,25 +116,25 @@ def _tensors(variables: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]:
 
 
 @functools.cache
-def _loops_in(file: str) -> dict[tuple[str, int], tuple[tuple[int, int, int], ...]]:
-    """(name, first line) of a function in a file -> (first, last line of the body, line of the header) of its loops."""
+def _loops_in(code: CodeType) -> tuple[tuple[int, int, int], ...]:
+    """(first, last line of the body, line of the header) of each Python loop in a function whose source is known."""
     try:
-        tree = ast.parse("".join(linecache.getlines(file)))
-    except (SyntaxError, ValueError):
-        return {}
-    found: dict[tuple[str, int], list[tuple[int, int, int]]] = {}
-
-    def visit(node: ast.AST, inside: tuple[str, int]) -> None:
-        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef):
-            inside = node.name, min([node.lineno, *(part.lineno for part in node.decorator_list)])
+        lines, start = inspect.getsourcelines(code)
+        tree = ast.parse(textwrap.dedent("".join(lines)))
+    except (OSError, SyntaxError, ValueError):
+        return ()
+    waiting: list[ast.AST] = [*ast.iter_child_nodes(tree.body[0])] if tree.body else []
+    found: list[tuple[int, int, int]] = []
+    before = start - 1 if code.co_name != "<module>" else 0
+    while waiting:
+        node = waiting.pop()
+        if isinstance(node, ast.FunctionDef | ast.AsyncFunctionDef | ast.Lambda | ast.ClassDef):
+            continue  # code of its own
         if isinstance(node, ast.For | ast.While):
             last = node.body[-1].end_lineno or node.lineno
-            found.setdefault(inside, []).append((node.body[0].lineno, last, node.lineno))
-        for child in ast.iter_child_nodes(node):
-            visit(child, inside)
-
-    visit(tree, ("<module>", 1))
-    return {key: tuple(loops) for key, loops in found.items()}
+            found.append((before + node.body[0].lineno, before + last, before + node.lineno))
+        waiting += ast.iter_child_nodes(node)
+    return tuple(found)
 
 
 class Counterpart(NamedTuple):

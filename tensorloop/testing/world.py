@@ -8,7 +8,7 @@ import functools
 import types
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -122,8 +122,13 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
         yield from ((f"[{i}]", child) for i, child in enumerate(x))
     elif isinstance(x, dict):
         yield from ((f"[{key!r}]", child) for key, child in x.items())
-    elif hasattr(x, "__dict__") and not _is_foreign(type(x)):
-        yield from ((f".{name}", child) for name, child in vars(x).items())
+    elif not _is_foreign(type(x)):
+        yield from ((f".{name}", child) for name, child in {**getattr(x, "__dict__", {}), **_slots(x)}.items())
+
+
+def _slots(x: Any) -> dict[str, Any]:
+    names = (name for kind in type(x).__mro__ for name in getattr(kind, "__slots__", ()))
+    return {name: getattr(x, name) for name in names if name[:2] != "__" and hasattr(x, name)}
 
 
 def _named_by(function: types.FunctionType) -> dict[str, Any]:
@@ -145,13 +150,20 @@ def _holders(x: Any) -> list[Any]:
     """Returns what of an object can be changed, and is to be put back."""
     if isinstance(x, nn.Module):
         return [x._parameters, x._buffers, x._modules, vars(x)]
-    if isinstance(x, list | dict | types.FunctionType):
-        return [] if isinstance(x, types.FunctionType) and _is_foreign(x) else [x]
-    return (
-        [vars(x)]
-        if hasattr(x, "__dict__") and not (isinstance(x, type | types.ModuleType) or _is_foreign(type(x)))
-        else []
-    )
+    if isinstance(x, list | dict | torch.Generator):
+        return [x]
+    if isinstance(x, type | types.ModuleType) or _is_foreign(x if isinstance(x, types.FunctionType) else type(x)):
+        return []
+    if isinstance(x, types.FunctionType):
+        return [x]
+    return [*([vars(x)] if hasattr(x, "__dict__") else []), *([_Slots(x, _slots(x))] if _slots(x) else [])]
+
+
+class _Slots(NamedTuple):
+    """An object, and the values in its slots."""
+
+    owner: Any
+    values: dict[str, Any]
 
 
 def _restorer_of(holder: Any) -> Callable[[], object]:
@@ -161,6 +173,11 @@ def _restorer_of(holder: Any) -> Callable[[], object]:
     if isinstance(holder, dict):
         table = dict(holder)
         return lambda: None if _are_same(holder, table) else (holder.clear(), holder.update(table))
+    if isinstance(holder, torch.Generator):
+        state = holder.get_state()
+        return lambda: holder.set_state(state)
+    if isinstance(holder, _Slots):
+        return lambda: [setattr(holder.owner, name, x) for name, x in holder.values.items()]
     return _restorer_of_names(holder)
 
 

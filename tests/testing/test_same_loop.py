@@ -1,5 +1,7 @@
 """`same_loop` on ports that are right, on thirty that are wrong each in its own way, and on what cannot be compared."""
 
+import random
+import sys
 from collections.abc import Callable
 from typing import Any
 
@@ -29,6 +31,7 @@ def original(xs: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
     return torch.stack(out), h
 
 
+PLACE = f"test_same_loop.py:{original.__code__.co_firstlineno + 2}"
 Step = Callable[[int, Tensor, Tensor], tuple[Tensor, Tensor]]
 
 
@@ -158,7 +161,7 @@ STEPS = [
     (detached_state, "step 2 of 6", "h"),
     (detached_inside, "step 2 of 6", "z"),
     (detached_output, "step 4 of 6", "h"),
-    (detached_input, "", "gradient of args[0]"),
+    (detached_input, "", "gradient of xs"),
     (detached_weight, "", "gradient of W"),
     (without_gradient, "step 5 of 6", "z"),
     (through_numpy, "step 4 of 6", "h"),
@@ -233,18 +236,18 @@ def changes_its_input(xs: Tensor, h: Tensor) -> tuple[Tensor, Tensor]:
 
 
 WHOLE = [
-    (backwards, "step 0 of 6 (test_same_loop.py:24)"),
-    (one_step_short, "the original takes 6 steps (test_same_loop.py:24), the port 5"),
+    (backwards, f"step 0 of 6 ({PLACE})"),
+    (one_step_short, f"the original takes 6 steps ({PLACE}), the port 5"),
     (shifted, "step 0 of 6"),
     (
         as_a_list,
         "structure of the results: the original gives output[0], output[1]; the port gives output[0], output[1], o",
     ),
-    (without_init, "gradient of args[1]"),
+    (without_init, "gradient of h"),
     (in_float, "value of output[0]: dtype torch.float32, the original's is torch.float64"),
     (wrong_for_one_row, "B = 1: differs: value of output[0]"),
     (fails_for_one_step, "T = 1: differs: the port fails: ValueError: too short"),
-    (changes_its_input, "side effect on args[1]: the original does not change it"),
+    (changes_its_input, "side effect on h: the original does not change it"),
 ]
 
 
@@ -396,10 +399,8 @@ def bad(name: str) -> tuple[Any, tuple[Any, ...]]:
     def fails(xs: Tensor) -> Tensor:
         raise RuntimeError("Found no NVIDIA driver\non your system")
 
-    generator = torch.Generator()
-
-    def random(xs: Tensor) -> Tensor:
-        return xs + torch.rand(1, generator=generator)
+    def unsteady(xs: Tensor) -> Tensor:
+        return xs + random.SystemRandom().random()
 
     def changes(xs: Tensor) -> Tensor:
         xs.mul_(2)
@@ -408,7 +409,7 @@ def bad(name: str) -> tuple[Any, tuple[Any, ...]]:
     large = torch.zeros(1).expand(2**28)
     return {
         "fails": (fails, (XS,)),
-        "random": (random, (XS,)),
+        "random": (unsteady, (XS,)),
         "changes": (changes, (XS,)),
         "large": (fails, (large,)),
     }[name]
@@ -422,7 +423,7 @@ def bad(name: str) -> tuple[Any, tuple[Any, ...]]:
             "random",
             "nothing was compared: the original gives other results at each run from equal seeds (value of output",
         ),
-        ("changes", "side effect on args[0]: the original changes it"),
+        ("changes", "side effect on xs: the original changes it"),
         ("large", "nothing was compared: sample and weights take 2,147,483,648 bytes; give a smaller sample"),
     ],
 )
@@ -447,7 +448,7 @@ def test_misuse() -> None:
     with pytest.raises(TypeError, match="sizes must be a dict from names to sizes"):
         same_loop(original, original, XS, H0, sizes=[7])  # pyright: ignore[reportArgumentType]
     with pytest.raises(TypeError, match=r"sizes\['T'\] must be an int"):
-        same_loop(original, original, XS, H0, sizes={"T": "7"})
+        same_loop(original, original, XS, H0, sizes={"T": "7"})  # pyright: ignore[reportArgumentType]
 
 
 def test_what_cannot_be_cast_is_compared_as_it_is() -> None:
@@ -460,6 +461,56 @@ def test_what_cannot_be_cast_is_compared_as_it_is() -> None:
     assert report, report
     assert report.dtype == "the dtypes given"
     assert part.dtype == torch.float32
+
+
+class Slotted:
+    __slots__ = ("h",)
+
+    def __init__(self) -> None:
+        self.h = torch.zeros(F)
+
+
+def test_all_that_a_run_changes_is_put_back() -> None:
+    """Slots, generators, lists, and the random numbers of torch and Python."""
+    slotted, generator, log = Slotted(), torch.Generator().manual_seed(1), [0.5]
+
+    def note(h: Tensor, x: Tensor) -> Tensor:
+        return h * random.random() + x * torch.rand(F, generator=generator)
+
+    def plain(xs: Tensor) -> Tensor:
+        for x in xs:
+            slotted.h = note(slotted.h, x)
+        log.append(1.0)
+        return slotted.h
+
+    def ported(xs: Tensor) -> Tensor:
+        slotted.h = tl.scan(lambda h, x: (note(h, x), None), slotted.h.expand(B, F), xs)[0]
+        log.append(1.0)
+        return slotted.h
+
+    states = generator.get_state(), torch.get_rng_state(), random.getstate()
+    report = same_loop(plain, ported, XS, sizes={"T": (T, 1, 9)}, repeats=1)
+    assert report, report
+    assert "rand" in report.runs[3].remark  # refused with checkpoints, which is no difference
+    assert torch.equal(generator.get_state(), states[0])
+    assert torch.equal(torch.get_rng_state(), states[1])
+    assert random.getstate() == states[2]
+    assert log == [0.5]
+    assert slotted.h.shape == (F,)
+    assert not slotted.h.any()
+
+
+def test_originals_that_end_the_program_and_samples_that_are_used_up() -> None:
+    report = same_loop(lambda xs: sys.exit(3), lambda xs: xs, XS)
+    assert report.differences == ["nothing was compared: the original fails for the sample: SystemExit: 3"]
+    with pytest.raises(TypeError, match=r"same_loop: sample\[0\]\['x'\] is list_iterator .*which one run uses up"):
+        same_loop(sum, sum, {"x": iter([1, 2])})
+
+
+def test_sizes_of_weights_are_not_varied_unless_named() -> None:
+    report = same_loop(original, port_of(right), XS, H0, repeats=0)
+    assert report, report
+    assert [*report.cases] == ["size 6 -> 0", "size 6 -> 1", "size 6 -> 7", "size 3 -> 0", "size 3 -> 1", "size 3 -> 5"]
 
 
 def test_packed_rows_and_a_notebook() -> None:
@@ -490,7 +541,7 @@ def test_the_command(tmp_path: Any, capsys: pytest.CaptureFixture[str]) -> None:
     )
     old, new = f"{tmp_path}/old.py:f", f"{tmp_path}/new.py"
     assert main([old, f"{new}:f", "--repeats", "0", "--sizes", "T=5"]) == 0
-    assert "same: values, 1 gradients" in capsys.readouterr().out
+    assert "same: values, gradients for xs" in capsys.readouterr().out
     assert main([old, f"{new}:g", "--repeats", "0"]) == 1
     assert main([old, f"{new}:h"]) == 2
     assert "there is no h" in capsys.readouterr().err
