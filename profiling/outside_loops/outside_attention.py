@@ -21,7 +21,7 @@ def tacotron(size: Size) -> Made:
     lens = torch.full((size.rows,), memory.shape[1])
     net.prenet = net.prenet.layers[0]  # without its dropout, which is on in evaluation too
 
-    def port(memory: Tensor, frames: Tensor, lens: Tensor, compile: bool):
+    def port(memory: Tensor, frames: Tensor, lens: Tensor, compile: bool | None = None):
         inputs = torch.cat([net._get_initial_frame(memory)[None], net._parse_decoder_inputs(frames)])
         inputs = net.prenet(inputs)[:-1]
         mask = find("torchaudio.models.tacotron2._get_mask_from_lengths")(lens)
@@ -45,7 +45,7 @@ def attentional(size: Size) -> Made:
     states = torch.randn(size.rows, 2 * size.steps // 3, size.width, requires_grad=True)
     lens = torch.ones(size.rows)
 
-    def port(xs: Tensor, states: Tensor, lens: Tensor, compile: bool):
+    def port(xs: Tensor, states: Tensor, lens: Tensor, compile: bool | None = None):
         net.attn.reset()
         counts = torch.round(states.shape[1] * lens).long()
 

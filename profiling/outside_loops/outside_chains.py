@@ -20,7 +20,7 @@ def crf(size: Size):
 def normalizer(size: Size) -> Made:
     net, scores, mask = crf(size)
 
-    def port(scores: Tensor, mask: Tensor, compile: bool):
+    def port(scores: Tensor, mask: Tensor, compile: bool | None = None):
         def body(total, x):
             score, mask = x
             new = torch.logsumexp(total[:, :, None] + net.transitions, 1) + score
@@ -37,7 +37,7 @@ def path_score(size: Size) -> Made:
     net, scores, mask = crf(size)
     tags = torch.randint(TAGS, mask.shape)
 
-    def port(scores: Tensor, tags: Tensor, mask: Tensor, compile: bool):
+    def port(scores: Tensor, tags: Tensor, mask: Tensor, compile: bool | None = None):
         def body(total, x):
             score, before, tag, mask = x
             gained = net.transitions[before, tag] + score.gather(1, tag[:, None])[:, 0]
@@ -56,7 +56,7 @@ def viterbi(size: Size) -> Made:
     scores.requires_grad_(False)
     net.requires_grad_(False)
 
-    def port(scores: Tensor, mask: Tensor, compile: bool):
+    def port(scores: Tensor, mask: Tensor, compile: bool | None = None):
         def body(total, x):
             score, mask = x
             new, back = (total[:, :, None] + net.transitions + score[:, None]).max(1)
@@ -88,7 +88,7 @@ def hmm(size: Size) -> Made:
     model.edges.requires_grad_(True)
     scores = torch.randn(size.rows, size.steps, states, requires_grad=True)
 
-    def port(scores: Tensor, compile: bool):
+    def port(scores: Tensor, compile: bool | None = None):
         high = model.edges.max()
         table = torch.exp(model.edges - high)
 
@@ -107,7 +107,7 @@ def filter_of(size: Size):
     """A Kalman filter of position and speed in each of two dims, and measures (T, B, 2, 1)."""
     move = torch.eye(4) + 0.1 * torch.eye(4).roll(2, 1).triu()
     model = find("torch_kf.KalmanFilter")(move, torch.eye(2, 4), 0.1 * torch.eye(4), torch.eye(2))
-    state = find("torch_kf.GaussianState")(torch.zeros(size.rows, 4, 1), torch.eye(4).expand(size.rows, 4, 4))
+    state = find("torch_kf.GaussianState")(torch.zeros(size.rows, 4, 1), torch.eye(4).repeat(size.rows, 1, 1))
     return model, state, torch.randn(size.steps, size.rows, 2, 1, requires_grad=True)
 
 
@@ -118,7 +118,7 @@ def kalman(size: Size) -> Made:
         found = model.filter(state, measures, update_first=False, return_all=True)
         return found.mean, found.covariance
 
-    def port(measures: Tensor, compile: bool):
+    def port(measures: Tensor, compile: bool | None = None):
         def body(carry, measure):
             state = model.update(model.predict(find("torch_kf.GaussianState")(*carry)), measure)
             return (state.mean, state.covariance), (state.mean, state.covariance)
@@ -140,7 +140,7 @@ def smoother(size: Size) -> Made:
         return found.mean, found.covariance
 
     @torch.no_grad()
-    def port(means: Tensor, covariances: Tensor, compile: bool):
+    def port(means: Tensor, covariances: Tensor, compile: bool | None = None):
         move, noise = model.process_matrix, model.process_noise
 
         def body(after, now):
@@ -166,7 +166,7 @@ def tridiagonal(size: Size) -> Made:
     upper, lower = (torch.rand(size.rows, size.steps - 1, requires_grad=True) for _ in range(2))
     diagonal = (3 + torch.rand(size.rows, size.steps)).requires_grad_()
 
-    def port(b: Tensor, upper: Tensor, diagonal: Tensor, lower: Tensor, compile: bool):
+    def port(b: Tensor, upper: Tensor, diagonal: Tensor, lower: Tensor, compile: bool | None = None):
         def down(before, x):
             b, upper, diagonal, lower = x
             w = lower / before[1]
@@ -179,9 +179,7 @@ def tridiagonal(size: Size) -> Made:
             return y, y
 
         start = b[:, 0], diagonal[:, 0]
-        last, (bs, diagonals) = tl.scan(
-            down, start, (b[:, 1:], upper, diagonal[:, 1:], lower), dim=1, compile=compile
-        )
+        last, (bs, diagonals) = tl.scan(down, start, (b[:, 1:], upper, diagonal[:, 1:], lower), dim=1, compile=compile)
         bs, diagonals = (torch.cat([s[:, None], x], 1) for s, x in zip(start, (bs, diagonals), strict=True))
         end = last[0] / last[1]
         ys = tl.scan(up, end, (bs[:, :-1], diagonals[:, :-1], upper), dim=1, reverse=True, compile=compile)[1]
@@ -194,9 +192,9 @@ KF = "torch_kf.KalmanFilter."
 LOOPS = [
     Loop("pytorch-crf", "normalizer", normalizer, "torchcrf.CRF._compute_normalizer"),
     Loop("pytorch-crf", "score of a path", path_score, "torchcrf.CRF._compute_score"),
-    Loop("pytorch-crf", "Viterbi decoding", viterbi, "torchcrf.CRF._viterbi_decode"),
+    Loop("pytorch-crf", "Viterbi decoding", viterbi, "torchcrf.CRF._viterbi_decode", others=(1,)),
     Loop("pomegranate", "DenseHMM, forward algorithm", hmm, "pomegranate.hmm.DenseHMM.forward"),
     Loop("torch-kf", "Kalman filter", kalman, KF + "filter", wraps=True),
-    Loop("torch-kf", "Rauch-Tung-Striebel smoother", smoother, KF + "rts_smooth"),
-    Loop("torchcde", "tridiagonal solve", tridiagonal, "torchcde.misc.tridiagonal_solve"),
+    Loop("torch-kf", "Rauch-Tung-Striebel smoother", smoother, KF + "rts_smooth", others=(1, 11)),
+    Loop("torchcde", "tridiagonal solve", tridiagonal, "torchcde.misc.tridiagonal_solve", others=()),
 ]

@@ -30,13 +30,9 @@ AT_MOST = 1e-9  # of the largest value: float64, sums in another order
 class Size(NamedTuple):
     """How large a loop is; a loop takes of it what it has."""
 
-    steps: int = 128
+    steps: int = 256
     rows: int = 8
     width: int = 32
-
-    def share(self, part: float) -> "Size":
-        """As wide, with fewer steps."""
-        return self._replace(steps=max(3, round(self.steps * part)))
 
 
 class Made(NamedTuple):
@@ -64,6 +60,8 @@ class Loop(NamedTuple):
     at_most: float = AT_MOST
     double: bool = True
     """The package takes float64; else values are compared in float32."""
+    others: tuple[int, ...] = (0, 1, 11)
+    """Other numbers of steps that are compared, where the arguments have a dim of steps."""
     group: str = ""
     """Of many of a package: the row of the table in which it is counted."""
     note: str = ""
@@ -180,7 +178,9 @@ def measure(loop: Loop, size: Size, budget_s: float, turns: int) -> dict[str, An
         torch.manual_seed(0)
         made = loop.make(size)
         runs = ways_of(loop, made)
-        kept = {f"{way}_bytes": tl.memory.saved_bytes(lambda run=run: outputs_of(run, made)) for way, run in runs.items()}
+        kept = {
+            f"{way}_bytes": tl.memory.saved_bytes(lambda run=run: outputs_of(run, made)) for way, run in runs.items()
+        }
         for run in list(runs.values()) * 2:
             spend(run, made)
         seconds: list[dict[str, float]] = []
@@ -204,7 +204,9 @@ def lines_of(loop: Loop, made: Made) -> dict[str, int]:
     """Lines of code of the port, and of the statement that is the original's loop; without comments and docstrings."""
     found = {"port_lines": code_lines(ast.parse(source_of(made.port)))}
     if loop.found:
-        loops = [node for node in ast.walk(ast.parse(source_of(find(loop.found)))) if isinstance(node, ast.For | ast.While)]
+        loops = [
+            node for node in ast.walk(ast.parse(source_of(find(loop.found)))) if isinstance(node, ast.For | ast.While)
+        ]
         if loops:
             found["original_lines"] = max(code_lines(node) for node in loops)
     return found
@@ -223,15 +225,27 @@ def code_lines(tree: ast.AST) -> int:
     )
 
 
-def check(loop: Loop, small: Size, large: Size, budget_s: float = 3.0, turns: int = 9) -> dict[str, Any]:
+def report_of(loop: Loop, size: Size) -> dict[str, Any]:
+    """What `same_loop` says of the port, for several numbers of steps too."""
+    torch.manual_seed(0)
+    made = loop.make(size)
+    tensors = [x for x in pytree.tree_leaves(made.inputs) if isinstance(x, Tensor)]
+    sizes = {"T": (size.steps, *loop.others)} if any(size.steps in x.shape for x in tensors) and loop.others else {}
+    report = tl.testing.same_loop(made.original, made.port, *made.inputs, sizes=sizes, repeats=0)
+    return {"differences": report.differences, "cases": report.cases, "compared": report.dtype}
+
+
+def check(loop: Loop, small: Size, large: Size, budget_s: float, turns: int = 9) -> dict[str, Any]:
     """All that is found of a loop."""
-    found: dict[str, Any] = {key: getattr(loop, key) for key in ("name", "package", "group", "wraps", "note")}
     torch.set_num_threads(1)
-    found |= compare(loop, small)
-    found["same"] = all(value <= loop.at_most for key, value in found.items() if key.endswith(("values", "gradients")))
+    found: dict[str, Any] = {key: getattr(loop, key) for key in ("name", "group", "wraps", "note")}
+    distances = compare(loop, small)
+    found |= {key: distances.pop(key) for key in ("fell",) if key in distances}
+    found["apart"] = max(distances.values())
+    found |= report_of(loop, small)
+    found["same"] = found["apart"] <= loop.at_most and not found["differences"]
     with floats(torch.float32):
         found |= lines_of(loop, loop.make(small))
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
-        found |= measure(loop, large, budget_s, turns)
-    return found
+        return found | measure(loop, large, budget_s, turns)

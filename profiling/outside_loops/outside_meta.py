@@ -17,6 +17,11 @@ def task(size: Size) -> tuple[nn.Module, tuple[Tensor, ...]]:
     return net, (*(torch.randn(2, size.rows, n) for n in (size.width, 1)),)
 
 
+def params_of(net: nn.Module) -> dict[str, Tensor]:
+    """Its parameters by name."""
+    return dict(net.named_parameters())
+
+
 def count_of(size: Size) -> int:
     """Steps of an inner loop."""
     return max(size.steps // 2, 3)
@@ -35,13 +40,13 @@ def maml(size: Size) -> Made:
         torchopt["recover_state_dict"](net, kept)
         return loss
 
-    def port(xs: Tensor, ys: Tensor, compile: bool):
+    def port(xs: Tensor, ys: Tensor, compile: bool | None = None):
         def body(i, params):
             loss = mse_loss(functional_call(net, params, xs[0]), ys[0])
             grads = torch.autograd.grad(loss, list(params.values()), create_graph=True)
             return {name: w - RATE * g for (name, w), g in zip(params.items(), grads, strict=True)}
 
-        params = tl.fori_loop(0, count_of(size), body, dict(net.named_parameters()), compile=compile)
+        params = tl.fori_loop(0, count_of(size), body, params_of(net), compile=compile)
         return mse_loss(functional_call(net, params, xs[1]), ys[1])
 
     return Made(original, port, data, list(net.parameters()))
@@ -60,14 +65,14 @@ def adam(size: Size) -> Made:
         return apply(params, updates, inplace=False), state
 
     def original(xs: Tensor, ys: Tensor):
-        params = dict(net.named_parameters())
+        params = params_of(net)
         state = optimizer.init(params)
         for _ in range(count_of(size)):
             params, state = step(params, state, xs, ys)
         return mse_loss(functional_call(net, params, xs[1]), ys[1])
 
-    def port(xs: Tensor, ys: Tensor, compile: bool):
-        params = dict(net.named_parameters())
+    def port(xs: Tensor, ys: Tensor, compile: bool | None = None):
+        params = params_of(net)
         init = params, optimizer.init(params)
         params, _ = tl.fori_loop(0, count_of(size), lambda i, c: step(*c, xs, ys), init, compile=compile)
         return mse_loss(functional_call(net, params, xs[1]), ys[1])
@@ -86,7 +91,7 @@ def higher(size: Size) -> Made:
                 inner_optimizer.step(mse_loss(inner(xs[0]), ys[0]))
             return mse_loss(inner(xs[1]), ys[1])
 
-    def port(xs: Tensor, ys: Tensor, compile: bool):
+    def port(xs: Tensor, ys: Tensor, compile: bool | None = None):
         def body(i, carry):
             params, past = carry
             loss = mse_loss(functional_call(net, params, xs[0]), ys[0])
@@ -94,7 +99,7 @@ def higher(size: Size) -> Made:
             past = {name: 0.9 * past[name] + g for name, g in zip(params, grads, strict=True)}
             return {name: w - RATE * past[name] for name, w in params.items()}, past
 
-        params = dict(net.named_parameters())
+        params = params_of(net)
         init = params, {name: torch.zeros_like(w) for name, w in params.items()}
         params, _ = tl.fori_loop(0, count_of(size), body, init, compile=compile)
         return mse_loss(functional_call(net, params, xs[1]), ys[1])

@@ -18,7 +18,7 @@ def ncps(name: str, size: Size) -> Made:
     net = find(f"ncps.torch.{name}")(size.width, size.width)
     xs = sequence(size)
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(h, x):
             y, h = net.rnn_cell(x, h, 1.0)
             return h, y
@@ -41,7 +41,7 @@ def slstm(size: Size) -> Made:
         x.requires_grad_()
     states = torch.zeros(4, size.rows, width)
 
-    def port(xs: Tensor, states: Tensor, weights: Tensor, bias: Tensor, compile: bool):
+    def port(xs: Tensor, states: Tensor, weights: Tensor, bias: Tensor, compile: bool | None = None):
         def body(states, x):
             mixed = torch.einsum("bhi,hgi->bhg", states[0].view(-1, heads, head), weights)
             mixed = mixed.view(-1, heads, 4, head).transpose(1, 2).reshape(-1, 4 * width)
@@ -50,7 +50,7 @@ def slstm(size: Size) -> Made:
 
         last, (after, gates) = tl.scan(body, states, xs, compile=compile)
         after = torch.cat([states[None], after]).transpose(0, 1)
-        return after, last, torch.cat([gates, torch.zeros_like(gates[:1])])
+        return after, last, torch.cat([gates, gates.new_zeros(1, *gates.shape[1:])])
 
     return Made(lambda *xs: forward(*xs, step), port, (xs, states, weights, bias))
 
@@ -60,9 +60,9 @@ def speechbrain(name: str, size: Size) -> Made:
     net = find(f"speechbrain.nnet.RNN.{name}_Layer")(size.width, size.width, 1, size.rows)
     w = torch.randn(size.rows, size.steps, 2 * size.width, requires_grad=True)
     start = torch.zeros(size.rows, size.width)
-    original = net._ligru_cell if name == "LiGRU" else net._sligru_cell
+    original = partial(net._ligru_cell if name == "LiGRU" else net._sligru_cell)
 
-    def port(w: Tensor, h: Tensor, compile: bool):
+    def port(w: Tensor, h: Tensor, compile: bool | None = None):
         mask = net._sample_drop_mask(w)
 
         def body(h, w):
@@ -82,7 +82,7 @@ def quasi(size: Size) -> Made:
     f = torch.rand(size.steps, size.rows, size.width, requires_grad=True)
     x = torch.randn(size.steps, size.rows, size.width, requires_grad=True)
 
-    def port(f: Tensor, x: Tensor, hidden: None, compile: bool):
+    def port(f: Tensor, x: Tensor, hidden: None, compile: bool | None = None):
         return tl.linear_recurrence(1 - f, f * x)
 
     return Made(net.forgetMult, port, (f, x, None))
@@ -95,7 +95,7 @@ def mamba(size: Size) -> Made:
     b, c = (torch.randn(size.rows, size.steps, config.d_state, requires_grad=True) for _ in range(2))
     a, d = -torch.rand(size.width, config.d_state), torch.randn(size.width)
 
-    def port(x, delta, a, b, c, d, compile: bool):
+    def port(x, delta, a, b, c, d, compile: bool | None = None):
         def body(h, step):
             x, delta, b, c = step
             h = torch.exp(delta[..., None] * a) * h + (delta * x)[..., None] * b[:, None]
@@ -109,11 +109,13 @@ def mamba(size: Size) -> Made:
 
 def dnc(size: Size) -> Made:
     """Its controller is one step of `nn.LSTM`, its memory a dict that each step changes."""
-    net = find("dnc.DNC")(size.width, size.width, nr_cells=8, cell_size=8, read_heads=2, batch_first=True, num_hidden_layers=1)
+    net = find("dnc.DNC")(
+        size.width, size.width, nr_cells=8, cell_size=8, read_heads=2, batch_first=True, num_hidden_layers=1
+    )
     xs = sequence(size)
     start = net._init_hidden(None, size.rows, True)
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(carry, x):
             controller, memory = carry
             y, (controller, memory, read) = net._layer_forward(torch.cat([x, start[2]], 1), 0, (controller, memory))

@@ -1,6 +1,8 @@
 """The 41 layers of torchrecurrent, and their own cells in `tl.scan`."""
 
+from collections.abc import Callable, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 from outside_loops.outside_check import AT_MOST, Loop, Made, Size, find
@@ -9,16 +11,21 @@ from torch import Tensor
 import tensorloop as tl
 
 SINGLE = (
-    "AntisymmetricRNN GatedAntisymmetricRNN ATR BR NBR CFN DSGU FastRNN FastGRNN IndRNN LiGRU LightRU MGU MinimalRNN "
-    "MiRU1 MiRU2 MUT1 MUT2 MUT3 SGU SGRN STAR TRNN UGRNN"
-).split()
-DOUBLE = "coRNN JANET LEM MultiplicativeLSTM NAS OriginalLSTM PeepholeLSTM RAN ResLSTM SCRN UnICORNN WMCLSTM".split()
+    *("AntisymmetricRNN", "GatedAntisymmetricRNN", "ATR", "BR", "NBR", "CFN", "DSGU", "FastRNN", "FastGRNN", "IndRNN"),
+    *("LiGRU", "LightRU", "MGU", "MinimalRNN", "MiRU1", "MiRU2", "MUT1", "MUT2", "MUT3", "SGU", "SGRN", "STAR"),
+    *("TRNN", "UGRNN"),
+)
+DOUBLE = (
+    *("coRNN", "JANET", "LEM", "MultiplicativeLSTM", "NAS", "OriginalLSTM", "PeepholeLSTM", "RAN", "ResLSTM", "SCRN"),
+    *("UnICORNN", "WMCLSTM"),
+)
 EARLIER = ("TGRU", "TLSTM")  # which carry the input of the step before
-LEAST = dict.fromkeys(("DSGU", "SGU"), 1e-7)  # torch's gradient of hardsigmoid has a sixth of float32 in float64 too
+# torch takes a sixth of float32 for the gradient of hardsigmoid, in float64 too.
+LEAST: dict[str, float] = {"DSGU": 1e-7, "SGU": 1e-7}
 BASE = "torchrecurrent.base.{}RecurrentLayerBase.forward"
 
 
-def layer_of(name: str, size: Size) -> tuple[torch.nn.Module, Tensor]:
+def layer_of(name: str, size: Size) -> tuple[Any, Tensor]:
     """A layer with parameters that are not zero anywhere, and its input (T, B, F)."""
     layer = find(f"torchrecurrent.{name}")(size.width, size.width)
     with torch.no_grad():
@@ -31,7 +38,7 @@ def single(name: str, size: Size) -> Made:
     layer, xs = layer_of(name, size)
     cell = layer.cells[0]
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(h, x):
             h = cell(x, h)
             return h, h
@@ -46,7 +53,7 @@ def double(name: str, size: Size) -> Made:
     layer, xs = layer_of(name, size)
     cell = layer.cells[0]
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(state, x):
             state = cell(x, state)
             return state, state[0]
@@ -63,7 +70,7 @@ def decoupled(name: str, size: Size) -> Made:
     cell = layer.cells[0]
     pair = name == "MCLSTM"
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(state, x):
             y, state = cell(x, state)
             return state, y
@@ -79,7 +86,7 @@ def earlier(name: str, size: Size) -> Made:
     layer, xs = layer_of(name, size)
     cell = layer.cells[0]
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(state, x):
             state = cell(x, state)
             return state if name == "TGRU" else state[1], state[0]
@@ -95,7 +102,7 @@ def delayed(size: Size) -> Made:
     layer, xs = layer_of("tauGRU", size)
     cell = layer.cells[0]
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(carry, x):
             h, history = carry
             h, history = cell(x, h, history[0]), [*history[1:], h]
@@ -108,9 +115,17 @@ def delayed(size: Size) -> Made:
     return Made(layer, port, (xs,), list(layer.parameters()))
 
 
-def listed(names: list[str] | tuple[str, ...], make, found: str, group: str) -> list[Loop]:
+def listed(names: Sequence[str], make: Callable[[str, Size], Made], found: str, group: str) -> list[Loop]:
     return [
-        Loop("torchrecurrent", name, partial(make, name), found, wraps=True, at_most=LEAST.get(name, AT_MOST), group=group)
+        Loop(
+            "torchrecurrent",
+            name,
+            partial(make, name),
+            found,
+            wraps=True,
+            at_most=LEAST.get(name, AT_MOST),
+            group=group,
+        )
         for name in names
     ]
 

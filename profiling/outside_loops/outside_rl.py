@@ -23,7 +23,9 @@ def gae(size: Size) -> Made:
     inputs = trajectory(size)
     original = find(VALUES + "generalized_advantage_estimate")
 
-    def port(value: Tensor, after: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, compile: bool):
+    def port(
+        value: Tensor, after: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, compile: bool | None = None
+    ):
         delta = reward + GAMMA * after * ~terminated - value
         advantage = tl.linear_recurrence(LAMBDA * GAMMA * ~done, delta, dim=1, reverse=True)
         return advantage, advantage + value
@@ -35,7 +37,7 @@ def td_lambda(size: Size) -> Made:
     _, after, reward, done, terminated = trajectory(size)
     original = find(VALUES + "td_lambda_return_estimate")
 
-    def port(after: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, compile: bool):
+    def port(after: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, compile: bool | None = None):
         after = after * ~terminated
         share = torch.where(done, 0.0, LAMBDA)
         found = reward + GAMMA * (1 - share) * after
@@ -48,7 +50,7 @@ def td1(size: Size) -> Made:
     _, after, reward, done, terminated = trajectory(size)
     original = find(VALUES + "td1_return_estimate")
 
-    def port(after: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, compile: bool):
+    def port(after: Tensor, reward: Tensor, done: Tensor, terminated: Tensor, compile: bool | None = None):
         after = after * ~terminated
         found = reward + GAMMA * torch.where(done, after, 0.0)
         return tl.linear_recurrence(GAMMA * ~done, found, dim=1, init=after[:, -1], reverse=True)
@@ -61,7 +63,7 @@ def vtrace(size: Size) -> Made:
     here, there = (torch.randn_like(value, requires_grad=True) for _ in range(2))
     original = find(VALUES + "vtrace_advantage_estimate")
 
-    def port(here, there, value, after, reward, done, terminated, compile: bool):
+    def port(here, there, value, after, reward, done, terminated, compile: bool | None = None):
         rho = (here - there).exp().clamp_max(1.0)
         delta = rho * (reward + GAMMA * after * ~terminated - value)
         vs = tl.linear_recurrence(GAMMA * ~done * rho, delta, dim=1, reverse=True) + value
@@ -76,7 +78,7 @@ def lstm(size: Size) -> Made:
     xs = torch.randn(size.rows, size.steps, size.width, requires_grad=True)
     weights = net.weight_ih_l0, net.bias_ih_l0, net.weight_hh_l0, net.bias_hh_l0
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(state, x):
             h, c = net._lstm_cell(x, *state, *weights)
             return (h, c), h
@@ -93,7 +95,7 @@ def gru(size: Size) -> Made:
     xs = torch.randn(size.rows, size.steps, size.width, requires_grad=True)
     weights = net.weight_ih_l0, net.bias_ih_l0, net.weight_hh_l0, net.bias_hh_l0
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(h, x):
             h = net._gru_cell(x, h, *weights)
             return h, h
@@ -107,7 +109,12 @@ def gru(size: Size) -> Made:
 def resets(size: Size) -> Made:
     """`LSTMModule` on episodes that begin within the batch; its cell is TorchRL's in Python."""
     module = find(NETS + "LSTMModule")(
-        input_size=size.width, hidden_size=size.width, in_key="x", out_key="y", python_based=True, default_recurrent_mode=True
+        input_size=size.width,
+        hidden_size=size.width,
+        in_key="x",
+        out_key="y",
+        python_based=True,
+        default_recurrent_mode=True,
     )
     xs = torch.randn(size.rows, size.steps, size.width, requires_grad=True)
     begins = torch.rand(size.rows, size.steps, 1) < 0.1
@@ -119,7 +126,7 @@ def resets(size: Size) -> Made:
         data = find("tensordict.TensorDict")({"x": xs, "is_init": begins}, begins.shape[:2])
         return module(data)["y"]
 
-    def port(xs: Tensor, begins: Tensor, compile: bool):
+    def port(xs: Tensor, begins: Tensor, compile: bool | None = None):
         def body(state, x):
             x, begins = x
             h, c = net._lstm_cell(x, *(torch.where(begins, 0.0, s) for s in state), *weights)

@@ -1,7 +1,7 @@
 """Solvers: torchdiffeq, torchsde, torchode."""
 
 from functools import partial
-from typing import Any
+from itertools import pairwise
 
 import torch
 from outside_loops.outside_check import Loop, Made, Size, find
@@ -51,33 +51,36 @@ def fixed(method: str, size: Size) -> Made:
 
     rule = {"euler": euler, "midpoint": midpoint, "rk4": rk4}[method]
 
-    def port(y: Tensor, compile: bool):
+    def port(y: Tensor, compile: bool | None = None):
         def body(y, time):
             y = y + rule(y, *time)
             return y, y
 
         return torch.cat([y[None], tl.scan(body, y, (grid[:-1], grid.diff()), compile=compile)[1]])
 
-    return Made(lambda y: find("torchdiffeq.odeint")(field, y, grid, method=method), port, (y,), list(field.parameters()))
+    return Made(
+        lambda y: find("torchdiffeq.odeint")(field, y, grid, method=method), port, (y,), list(field.parameters())
+    )
 
 
 def dopri5(size: Size) -> Made:
     field, y = started(size)
     ends, rtol, atol, first = torch.tensor([0.0, 4.0]), 1e-5, 1e-6, 0.05
     tableau = find("torchdiffeq._impl.dopri5.Dopri5Solver").tableau
-    mid = find("torchdiffeq._impl.dopri5.DPS_C_MID").to(y.dtype)
-    stages = [(a, b.to(y.dtype)) for a, b in zip(tableau.alpha.tolist(), tableau.beta, strict=True)]
-    error_weights = tableau.c_error.to(y.dtype)
+    mid_weights = find("torchdiffeq._impl.dopri5.DPS_C_MID")
 
     def original(y: Tensor):
         options = {"first_step": first}
         return find("torchdiffeq.odeint")(field, y, ends, rtol=rtol, atol=atol, method="dopri5", options=options)[1]
 
-    def port(y: Tensor, compile: bool):
+    def port(y: Tensor, compile: bool | None = None):
+        mid, error_weights = mid_weights.to(y.dtype), tableau.c_error.to(y.dtype)
+        stages = [(a, b.to(y.dtype)) for a, b in zip(tableau.alpha.tolist(), tableau.beta, strict=True)]
+
         def step(state):
             y, f, _, t, dt, fitted = state
             h = dt.to(y.dtype)
-            ks = [f]
+            ks, new = [f], y
             for alpha, beta in stages:
                 new = y + torch.stack(ks, -1) @ (beta * h)
                 ks.append(field((t + alpha * dt).to(y.dtype), new))
@@ -104,22 +107,29 @@ def dopri5(size: Size) -> Made:
     return Made(original, port, (y,), list(field.parameters()))
 
 
+def noise_over(times: Tensor, y: Tensor):
+    """What makes the noise of an SDE, the same at each call; what it has drawn is kept in it."""
+    make = find("torchsde.BrownianInterval")
+    return lambda: make(0.0, times[-1].item(), tuple(y.shape), dtype=torch.get_default_dtype(), entropy=1)
+
+
 def euler_maruyama(size: Size) -> Made:
     field, y = started(size)
     dt = 2.0**-6
     times = torch.arange(size.steps + 1) * dt
-    brownian = find("torchsde.BrownianInterval")(0.0, times[-1].item(), tuple(y.shape), dtype=y.dtype, entropy=1)
+    brownian = noise_over(times, y)
 
     def original(y: Tensor):
-        return find("torchsde.sdeint")(field, y, times, bm=brownian, method="euler", dt=dt)
+        return find("torchsde.sdeint")(field, y, times, bm=brownian(), method="euler", dt=dt)
 
-    def port(y: Tensor, compile: bool):
+    def port(y: Tensor, compile: bool | None = None):
         def body(y, x):
             t, noise = x
             y = y + field(t, y) * dt + field.g(t, y) * noise
             return y, y
 
-        noises = torch.stack([brownian(s, t) for s, t in zip(times[:-1], times[1:], strict=True)])
+        noise = brownian()
+        noises = torch.stack([noise(s, t) for s, t in pairwise(times)])
         return torch.cat([y[None], tl.scan(body, y, (times[:-1], noises), compile=compile)[1]])
 
     return Made(original, port, (y,), list(field.parameters()))
@@ -129,12 +139,12 @@ def milstein(size: Size) -> Made:
     field, y = started(size)
     dt = 2.0**-6
     times = torch.arange(size.steps + 1) * dt
-    brownian = find("torchsde.BrownianInterval")(0.0, times[-1].item(), tuple(y.shape), dtype=y.dtype, entropy=1)
+    brownian = noise_over(times, y)
 
     def original(y: Tensor):
-        return find("torchsde.sdeint")(field, y, times, bm=brownian, method="milstein", dt=dt)
+        return find("torchsde.sdeint")(field, y, times, bm=brownian(), method="milstein", dt=dt)
 
-    def port(y: Tensor, compile: bool):
+    def port(y: Tensor, compile: bool | None = None):
         def body(y, x):
             t, noise = x
             g = field.g(t, y)
@@ -142,7 +152,8 @@ def milstein(size: Size) -> Made:
             y = y + field(t, y) * dt + g * noise + turned
             return y, y
 
-        noises = torch.stack([brownian(s, t) for s, t in zip(times[:-1], times[1:], strict=True)])
+        noise = brownian()
+        noises = torch.stack([noise(s, t) for s, t in pairwise(times)])
         return torch.cat([y[None], tl.scan(body, y, (times[:-1], noises), compile=compile)[1]])
 
     return Made(original, port, (y,), list(field.parameters()))
@@ -164,7 +175,7 @@ def heun_rows(size: Size) -> Made:
         problem = find("torchode.InitialValueProblem")(y0=y, t_eval=times)
         return solver.solve(problem, dt0=torch.full_like(end, first)).ys[:, 1]
 
-    def port(y: Tensor, compile: bool):
+    def port(y: Tensor, compile: bool | None = None):
         def step(state):
             y, t, dt = state
             h = dt[:, None]

@@ -22,7 +22,7 @@ def lfilter(size: Size) -> Made:
     a, b = torch.tensor([1.0, -0.5, 0.2, -0.1, 0.05]), torch.tensor([0.3, 0.2, 0.1, 0.05, 0.02])
     original = find("torchaudio.functional.lfilter")
 
-    def port(waves: Tensor, a: Tensor, b: Tensor, compile: bool):
+    def port(waves: Tensor, a: Tensor, b: Tensor, compile: bool | None = None):
         order = len(a) - 1
         padded = torch.nn.functional.pad(waves, (order, 0))
         xs = torch.nn.functional.conv1d(padded[:, None], b.flip(0)[None, None])[:, 0] / a[0]
@@ -41,7 +41,7 @@ def overdrive(size: Size) -> Made:
     waves = signal(size)
     original = find("torchaudio.functional.overdrive")
 
-    def port(waves: Tensor, compile: bool):
+    def port(waves: Tensor, compile: bool | None = None):
         temp = waves * 10 + 0.1
         temp = torch.where(temp.abs() > 1, temp.sign() * 2 / 3, temp - temp**3 / 3)
         before = torch.nn.functional.pad(temp, (1, 0))[:, :-1]
@@ -58,7 +58,7 @@ def phaser(size: Size) -> Made:
     original = find("torchaudio.functional.phaser")
     table = find(SOUND + "_generate_wave_table")
 
-    def port(waves: Tensor, compile: bool):
+    def port(waves: Tensor, compile: bool | None = None):
         length = int(3.0 * 0.001 * rate + 0.5)
         lag = table("SINE", "INT", int(rate / 0.5 + 0.5), 1.0, float(length), torch.pi / 2, waves.device)
         places = torch.arange(waves.shape[-1])
@@ -82,7 +82,7 @@ def griffin_lim(size: Size) -> Made:
     spectrum = torch.rand(2, n_fft // 2 + 1, size.steps, requires_grad=True)
     original = find("torchaudio.functional.griffinlim")
 
-    def port(spectrum: Tensor, compile: bool):
+    def port(spectrum: Tensor, compile: bool | None = None):
         magnitude, momentum = spectrum.sqrt(), 0.99 / 1.99
 
         def invert(angles):
@@ -108,7 +108,7 @@ def varying(order: int, size: Size) -> Made:
     waves = signal(size).requires_grad_()
     a = (0.3 * torch.rand(*waves.shape, order) / order).requires_grad_()
 
-    def port(waves: Tensor, a: Tensor, compile: bool):
+    def port(waves: Tensor, a: Tensor, compile: bool | None = None):
         if order == 1:
             return tl.linear_recurrence(-a[..., 0], waves, dim=1)
 
@@ -128,7 +128,7 @@ def compressor(size: Size) -> Made:
     start, attack, release = (torch.rand(size.rows, requires_grad=True) for _ in range(3))
     original = find("torchcomp.core.CompressorFunction").apply
 
-    def port(gains: Tensor, start: Tensor, attack: Tensor, release: Tensor, compile: bool):
+    def port(gains: Tensor, start: Tensor, attack: Tensor, release: Tensor, compile: bool | None = None):
         def body(g, x):
             rate = torch.where(x < g, attack, release)
             g = g * (1 - rate) + rate * x

@@ -20,7 +20,7 @@ def norse(module: str, size: Size) -> Made:
     with torch.no_grad():
         net.input_weights.mul_(10)
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(state, x):
             spikes, state = net.activation(x, state, net.input_weights, net.recurrent_weights, net.p, net.dt)
             return state, spikes
@@ -44,7 +44,7 @@ def snntorch(neuron: str, size: Size, **options: float) -> Made:
             spikes.append(net(layer(x)))
         return torch.stack(spikes), net.mem
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         reset()
         spikes = tl.carrying(net).map(lambda x: net(layer(x)), xs, compile=compile)
         return spikes, net.mem
@@ -61,7 +61,7 @@ def spikingjelly(neuron: str, size: Size) -> Made:
         reset(net)
         return net(xs)
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         def body(state, x):
             (spike,), state = net.single_step_functional_forward((x,), state)
             return state, spike
@@ -81,7 +81,7 @@ def sinabs(size: Size) -> Made:
         net.reset_states()
         return net(xs), net.v_mem
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         options = net.spike_threshold, net.spike_fn, net.reset_fn, net.surrogate_grad_fn, net.min_v_mem, net.norm_input
         memory, synapse = net.alpha_mem_calculated, net.alpha_syn_calculated
 
@@ -98,14 +98,16 @@ def sinabs(size: Size) -> Made:
 
 
 def rockpool(size: Size) -> Made:
-    net = find("rockpool.nn.modules.LIFTorch")((size.width, size.width), has_rec=True, dt=1e-3, tau_mem=0.02, tau_syn=0.01)
+    net = find("rockpool.nn.modules.LIFTorch")(
+        (size.width, size.width), has_rec=True, dt=1e-3, tau_mem=0.02, tau_syn=0.01
+    )
     xs = (0.5 * torch.rand(size.rows, size.steps, size.width)).requires_grad_()
 
     def original(xs: Tensor):
         net.reset_state()
         return net(xs)[0]
 
-    def port(xs: Tensor, compile: bool):
+    def port(xs: Tensor, compile: bool | None = None):
         alpha, beta = net.alpha, net.beta
 
         def body(state, x):
@@ -131,5 +133,12 @@ LOOPS = [
     Loop("spikingjelly", "LIFNode", partial(spikingjelly, "LIFNode"), wraps=True),
     Loop("spikingjelly", "ParametricLIFNode", partial(spikingjelly, "ParametricLIFNode"), wraps=True),
     Loop("sinabs", "LIFRecurrent", sinabs, "sinabs.layers.functional.lif.lif_recurrent", wraps=True),
-    Loop("rockpool", "LIFTorch", rockpool, "rockpool.nn.modules.torch.lif_torch.LIFBaseTorch.forward", double=False, at_most=1e-4),
+    Loop(
+        "rockpool",
+        "LIFTorch",
+        rockpool,
+        "rockpool.nn.modules.torch.lif_torch.LIFBaseTorch.forward",
+        double=False,
+        at_most=1e-4,
+    ),
 ]

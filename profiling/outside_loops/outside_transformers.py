@@ -15,7 +15,7 @@ def rwkv(size: Size) -> Made:
     decay, first = torch.randn(size.width, requires_grad=True), torch.randn(size.width, requires_grad=True)
     key, value = (torch.randn(size.rows, size.steps, size.width, requires_grad=True) for _ in range(2))
 
-    def port(decay: Tensor, first: Tensor, key: Tensor, value: Tensor, compile: bool):
+    def port(decay: Tensor, first: Tensor, key: Tensor, value: Tensor, compile: bool | None = None):
         rate = -torch.exp(decay)
 
         def body(state, x):
@@ -42,7 +42,7 @@ def delta_rule(size: Size) -> Made:
     decay = (-torch.rand(q.shape[:3])).requires_grad_()
     beta = torch.rand(q.shape[:3], requires_grad=True)
 
-    def port(q, k, v, decay, beta, compile: bool):
+    def port(q, k, v, decay, beta, compile: bool | None = None):
         k, q = (torch.nn.functional.normalize(x, dim=-1) for x in (k, q))
 
         def body(state, x):
@@ -69,7 +69,7 @@ def gated_linear(size: Size) -> Made:
     xs, gates = torch.randn(shape, requires_grad=True), torch.rand(shape, requires_grad=True)
     reset = torch.rand(*shape[:2], 1) < 0.05
 
-    def port(xs: Tensor, gates: Tensor, reset: Tensor, compile: bool):
+    def port(xs: Tensor, gates: Tensor, reset: Tensor, compile: bool | None = None):
         ys = tl.linear_recurrence(gates * ~reset, xs, dim=1)
         return ys, ys[:, -1]
 
