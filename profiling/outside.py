@@ -5,9 +5,9 @@
 
 The original is the package's, unmodified. The port is written with `tl.scan` and its like; where the package has a
 cell, the port calls it ("its cell"). `tl.testing.same_loop` compares them in values, gradients, second derivatives,
-side effects and random numbers, eager, compiled and within a budget of bytes, for several lengths; the distance shown is of
-values and gradients in float64 where the package takes it. Times are processor seconds of a forward and backward pass
-in float32 by one thread, in turns, and their median; what compiles is compiled before.
+side effects and random numbers, eager, compiled and within a budget of bytes, for several lengths, where the package
+takes float64. The distance shown is of values and gradients, in float64 where that can be. Times are processor seconds
+of a forward and backward pass in float32 by one thread, in turns, and their median; what compiles is compiled before.
 
 A pip of that Python finds all by the names in `PACKAGES`, without their dependencies, and then what an import of each
 asks for. Of torchaudio, leave the folder `lib` out where it does not load beside torch's CPU build. What is not
@@ -43,7 +43,7 @@ FAMILIES = {
 PACKAGES = tuple(sorted({package for packages in FAMILIES.values() for package in packages}))
 SMALL = Size(9, 3, 6)
 SIZES = {"quick": Size(8, 2, 4), "short": Size(64, 4, 16), "usual": Size()}
-BUDGETS = {"quick": 0.0, "short": 0.5, "usual": 3.0}
+BUDGETS = {"quick": 0.0, "short": 0.5, "usual": 1.5}
 FASTER, SLOWEST = 0.2, 1.1
 Found = dict[str, Any]
 
@@ -151,6 +151,7 @@ def section(result: Result, picture: str) -> str:
         "**What differs**, as `same_loop` says it:": [told_of(f, t) for f in found for t in f.get("differences", ())],
         "**What falls back:**": [told_of(f, f["fell"]) for f in found if f.get("fell")],
         "**Remarks:**": [told_of(f, f["note"]) for f in found if f.get("note")],
+        "**Where `same_loop` stops:**": [told_of(f, f["stopped"]) for f in found if f.get("stopped")],
         "**No figure:**": [told_of(f, f["error"]) for f in found if "error" in f],
     }
     for title, lines in told.items():

@@ -60,7 +60,9 @@ def speechbrain(name: str, size: Size) -> Made:
     net = find(f"speechbrain.nnet.RNN.{name}_Layer")(size.width, size.width, 1, size.rows)
     w = torch.randn(size.rows, size.steps, 2 * size.width, requires_grad=True)
     start = torch.zeros(size.rows, size.width)
-    original = partial(net._ligru_cell if name == "LiGRU" else net._sligru_cell)
+
+    def original(w: Tensor, h: Tensor):
+        return net._ligru_cell(w, h) if name == "LiGRU" else net._sligru_cell(w, h)
 
     def port(w: Tensor, h: Tensor, compile: bool | None = None):
         mask = net._sample_drop_mask(w)
@@ -104,7 +106,7 @@ def mamba(size: Size) -> Made:
         return tl.scan(body, x.new_zeros(len(x), *a.shape), (x, delta, b, c), dim=1, compile=compile)[1]
 
     inputs = (x, delta, a.requires_grad_(), b, c, d.requires_grad_())
-    return Made(block.selective_scan_seq, port, inputs)
+    return Made(lambda *xs: block.selective_scan_seq(*xs), port, inputs)
 
 
 def dnc(size: Size) -> Made:

@@ -43,6 +43,7 @@ def delta_rule(size: Size) -> Made:
     beta = torch.rand(q.shape[:3], requires_grad=True)
 
     def port(q, k, v, decay, beta, compile: bool | None = None):
+        q, k, v, decay, beta = (x.float() for x in (q, k, v, decay, beta))
         k, q = (torch.nn.functional.normalize(x, dim=-1) for x in (k, q))
 
         def body(state, x):
@@ -70,8 +71,8 @@ def gated_linear(size: Size) -> Made:
     reset = torch.rand(*shape[:2], 1) < 0.05
 
     def port(xs: Tensor, gates: Tensor, reset: Tensor, compile: bool | None = None):
-        ys = tl.linear_recurrence(gates * ~reset, xs, dim=1)
-        return ys, ys[:, -1]
+        ys = tl.linear_recurrence((gates * ~reset).float(), xs.float(), dim=1)
+        return ys.to(xs.dtype), ys[:, -1]
 
     return Made(lambda *xs: original(None, *xs, None), port, (xs, gates, reset))
 
