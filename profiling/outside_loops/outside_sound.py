@@ -91,8 +91,8 @@ def griffin_lim(size: Size) -> Made:
         def body(i, carry):
             angles, before = carry
             rebuilt = torch.stft(invert(angles), n_fft, hop, n_fft, window, return_complex=True)
-            angles = rebuilt - before * momentum
-            return angles / (angles.abs() + 1e-16), rebuilt
+            angles = (rebuilt - before * momentum).contiguous()  # the spectrum lies frame by frame
+            return angles / (angles.abs() + 1e-16), rebuilt.contiguous()
 
         start = torch.ones_like(magnitude) + 0j
         return invert(tl.fori_loop(0, 8, body, (start, torch.zeros_like(start)), compile=compile)[0])
