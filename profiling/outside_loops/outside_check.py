@@ -231,7 +231,7 @@ def report_of(loop: Loop, size: Size) -> dict[str, Any]:
     tensors = [x for x in pytree.tree_leaves(made.inputs) if isinstance(x, Tensor)]
     sizes = {"T": (size.steps, *loop.others)} if any(size.steps in x.shape for x in tensors) and loop.others else {}
     try:
-        report = tl.testing.same_loop(made.original, made.port, *made.inputs, sizes=sizes, repeats=0)
+        report = tl.testing.same_loop(made.original, made.port, *made.inputs, sizes=sizes, atol=loop.at_most, repeats=0)
     except Exception as error:
         return {"differences": [], "stopped": f"{type(error).__name__}: {error}"[:300]}
     return {"differences": report.differences[:2], "cases": report.cases}

@@ -8,6 +8,7 @@ from torch import Tensor
 
 import tensorloop as tl
 
+NUMBA = "the original is compiled by numba, with a gradient by hand"
 SOUND = "torchaudio.functional.filtering."
 
 
@@ -144,7 +145,7 @@ LOOPS = [
     Loop("torchaudio", "overdrive", overdrive, SOUND + "_overdrive_core_loop_generic", compiles=False),
     Loop("torchaudio", "phaser", phaser, SOUND + "phaser"),
     Loop("torchaudio", "Griffin-Lim", griffin_lim, "torchaudio.functional.functional.griffinlim"),
-    Loop("torchlpc", "sample-wise filter, order 4", partial(varying, 4), "torchlpc.core.lpc_np"),
-    Loop("torchlpc", "sample-wise filter, order 1", partial(varying, 1), compiles=False),
-    Loop("torchcomp", "compressor", compressor, "torchcomp.core.compressor_kernel"),
+    Loop("torchlpc", "sample-wise filter, order 4", partial(varying, 4), "torchlpc.core.lpc_np", note=NUMBA),
+    Loop("torchlpc", "sample-wise filter, order 1", partial(varying, 1), compiles=False, note=NUMBA),
+    Loop("torchcomp", "compressor", compressor, "torchcomp.core.compressor_kernel", note=NUMBA),
 ]
