@@ -5,9 +5,9 @@
 
 The original is the package's, unmodified. The port is written with `tl.scan` and its like; where the package has a
 cell, the port calls it ("its cell"). `tl.testing.same_loop` compares them in values, gradients, second derivatives,
-side effects and random numbers, eager, compiled and within a budget of bytes, for several lengths, where the package
-takes float64. The distance shown is of values and gradients, in float64 where that can be. Times are processor seconds
-of a forward and backward pass in float32 by one thread, in turns, and their median; what compiles is compiled before.
+side effects and random numbers, eager, compiled and within a budget of bytes, for several lengths. The distance shown
+is of values and gradients, in float64 where that can be. Times are processor seconds of a forward and backward pass in
+float32 by one thread, in turns, and their median; what compiles is compiled before.
 
 A pip of that Python finds all by the names in `PACKAGES`, without their dependencies, and then what an import of each
 asks for. Of torchaudio, leave the folder `lib` out where it does not load beside torch's CPU build. What is not

@@ -244,7 +244,7 @@ def check(loop: Loop, small: Size, large: Size, budget_s: float, turns: int = 9)
     distances = compare(loop, small)
     found |= {key: distances.pop(key) for key in ("fell",) if key in distances}
     found["apart"] = max(distances.values())
-    found |= report_of(loop, small) if loop.double else {"differences": []}
+    found |= report_of(loop, small)
     found["same"] = found["apart"] <= loop.at_most and not found["differences"]
     with floats(torch.float32):
         found |= lines_of(loop, loop.make(small))

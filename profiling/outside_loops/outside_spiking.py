@@ -92,7 +92,8 @@ def sinabs(size: Size) -> Made:
 
         zeros = torch.zeros_like(xs[:, 0])
         (state, _), spikes = tl.scan(body, ({"v_mem": zeros, "i_syn": zeros}, zeros), xs, dim=1, compile=compile)
-        return spikes, state["v_mem"]
+        net.v_mem, net.i_syn, net.firing_rate = state["v_mem"], state["i_syn"], spikes.mean()
+        return spikes, net.v_mem
 
     return Made(original, port, (xs,), list(net.parameters()))
 
@@ -109,16 +110,19 @@ def rockpool(size: Size) -> Made:
 
     def port(xs: Tensor, compile: bool | None = None):
         alpha, beta = net.alpha, net.beta
+        noises = net.noise_std * net.dt**0.5 * torch.randn(*xs.shape[:2], size.width)
 
         def body(state, x):
-            vmem, spikes, isyn = state
+            (vmem, spikes, isyn), (x, noise) = state, x
             isyn = (isyn + x[..., None] + (spikes @ net.w_rec).unflatten(1, isyn.shape[1:])) * beta
-            vmem = vmem * alpha + isyn.sum(2) + net.bias
+            vmem = vmem * alpha + isyn.sum(2) + noise + net.bias
             spikes = net.spike_generation_fn(vmem, net.threshold, net.learning_window, net.max_spikes_per_dt)
             return (vmem - spikes * net.threshold, spikes, isyn), spikes
 
         zeros = xs.new_zeros(len(xs), size.width)
-        return tl.scan(body, (zeros, zeros, zeros[..., None]), xs, dim=1, compile=compile)[1]
+        state, spikes = tl.scan(body, (zeros, zeros, zeros[..., None]), (xs, noises), dim=1, compile=compile)
+        net.vmem, net.spikes, net.isyn = (x[0].detach() for x in state)
+        return spikes
 
     return Made(original, port, (xs,), list(net.parameters().astorch()))
 

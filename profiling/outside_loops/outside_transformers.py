@@ -43,6 +43,7 @@ def delta_rule(size: Size) -> Made:
     beta = torch.rand(q.shape[:3], requires_grad=True)
 
     def port(q, k, v, decay, beta, compile: bool | None = None):
+        dtype = q.dtype
         q, k, v, decay, beta = (x.float() for x in (q, k, v, decay, beta))
         k, q = (torch.nn.functional.normalize(x, dim=-1) for x in (k, q))
 
@@ -55,7 +56,7 @@ def delta_rule(size: Size) -> Made:
 
         state = q.new_zeros(len(q), heads, width, width)
         state, ys = tl.scan(body, state, (q / width**0.5, k, v, decay, beta), dim=1, compile=compile)
-        return ys, state
+        return ys.to(dtype), state
 
     def run(*xs: Tensor):
         return original(*xs, output_final_state=True, use_qk_l2norm_in_kernel=True)

@@ -1,9 +1,9 @@
 """Graphs of aten operations: how they are written down, and the decompositions that torch has.
 
 Names that torch describes for extension writers but keeps out of its public modules, tried with 2.11 and 2.13:
-`OpOverload.decompose`, `torch._decomp.get_decompositions`, `torch._C._len_torch_dispatch_stack`,
-`torch._C._autograd._top_saved_tensors_default_hooks`, `torch.utils._python_dispatch._disable_current_modes` and
-`_get_current_dispatch_mode_stack`.
+`OpOverload.decompose`, `torch._decomp.get_decompositions`, `torch._C._set_mkldnn_enabled`,
+`torch._C._len_torch_dispatch_stack`, `torch._C._autograd._top_saved_tensors_default_hooks`,
+`torch.utils._python_dispatch._disable_current_modes` and `_get_current_dispatch_mode_stack`.
 
 Torch's own `make_fx` and its fake tensors load sympy, dynamo and inductor, two seconds in each process. Here operations
 run on small real tensors while they are written down, and what is kept of their values are shapes. Only where an input
@@ -12,8 +12,8 @@ is on `meta`, because there is no memory for its size, all of them are.
 
 import operator
 import warnings
-from collections.abc import Callable, Sequence
-from contextlib import AbstractContextManager, nullcontext
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from typing import Any
 
 import torch
@@ -138,6 +138,17 @@ def blind_modes() -> list[str]:
 def without_modes() -> AbstractContextManager[object]:
     """Dispatch modes of the caller's do not see what runs inside, which is only looked at."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
+
+
+@contextmanager
+def without_fused_layers() -> Iterator[None]:
+    """Inside, `nn.LSTM` runs as the operations that it is made of; oneDNN's is one with a workspace of its own."""
+    before = torch._C._get_mkldnn_enabled()  # pyright: ignore[reportAttributeAccessIssue]
+    torch._C._set_mkldnn_enabled(False)  # pyright: ignore[reportAttributeAccessIssue]
+    try:
+        yield
+    finally:
+        torch._C._set_mkldnn_enabled(before)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def without_hooks() -> AbstractContextManager[object]:

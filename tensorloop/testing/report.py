@@ -29,7 +29,7 @@ class LoopReport:
         first: str, the first step and the variables of the loop that differ; "" where that is not known.
         dtype: str, in which the loops were compared.
         compared: str, what was compared.
-        cases: dict from a size ("T = 0") to "same", "both fail: ..." or what differs.
+        cases: dict from a size ("T = 0") to "same", "the original fails: ..." or what differs.
         runs: list of `RunCost`, the original and each way of the port: name, bytes kept for backward, milliseconds of
             processor time forward and backward, remark (why it is not compiled).
 

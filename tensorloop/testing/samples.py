@@ -52,7 +52,8 @@ def resized(sample: Mapping[str, Any], size: int, new: int) -> Mapping[str, Any]
         if isinstance(x, Tensor):
             for dim, n in enumerate(x.shape):
                 if n == size:
-                    x = x.index_select(dim, torch.arange(new, device=x.device) % max(n, 1))
+                    places = torch.arange(new, device=x.device)  # a mask goes on as it ends, others begin again
+                    x = x.index_select(dim, places.clamp(max=n - 1) if x.dtype is torch.bool else places % n)
         return x
 
     return {name: tree_map(change, part, is_leaf=is_packed) for name, part in sample.items()}

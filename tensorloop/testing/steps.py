@@ -93,7 +93,13 @@ class Loops:
         values = dict(_tensors(frame.f_locals))
         if isinstance(returned, tuple):
             values |= _tensors({f"returned[{i}]": x for i, x in enumerate(returned)})
-        steps.append({name: _seen(x, before.get(name)) for name, x in values.items() if x.numel() <= _LARGEST})
+        steps.append(
+            {
+                name: _seen(x, before.get(name))
+                for name, x in values.items()
+                if type(x) in (Tensor, nn.Parameter) and x.numel() <= _LARGEST
+            }
+        )
 
 
 def _seen(x: Tensor, before: AtStep | None) -> AtStep:

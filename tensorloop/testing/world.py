@@ -6,7 +6,7 @@ attributes of objects. Functions and classes of torch, numpy and this library ar
 
 import functools
 import types
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
 
@@ -25,14 +25,17 @@ def is_float(x: Any) -> bool:
 
 
 class World:
-    """All that `roots` reach, and how it was."""
+    """All that `roots` reach, and how it was. What another world has, too, is named as it is there."""
 
-    def __init__(self, *roots: Any) -> None:
+    def __init__(self, *roots: Any, other: "World | None" = None) -> None:
         self.roots = roots
+        self.names: dict[int, str] = {} if other is None else dict(other.names)  # of objects by id
         self.leaves: dict[str, Any] = {}
         self._put_back: list[Callable[[], object]] = []
         self._alive: list[Any] = []  # else an id may come twice
-        for name, x in _walk(self.roots, self._alive):
+        for name, x in self._walk(self._alive):
+            if not isinstance(x, _LEAVES):
+                self.names[id(x)] = name
             if isinstance(x, Tensor):
                 self.leaves[name] = x
                 self._put_back.append(_restorer(x))
@@ -48,7 +51,22 @@ class World:
 
     def now(self) -> dict[str, Any]:
         """Copies of all that is reached now, by name."""
-        return {name: _copy(x) for name, x in _walk(self.roots, []) if isinstance(x, (Tensor, *_LEAVES))}
+        return {name: _copy(x) for name, x in self._walk([]) if isinstance(x, (Tensor, *_LEAVES))}
+
+    def _walk(self, alive: list[Any]) -> Iterator[tuple[str, Any]]:
+        """(name, object) of all that is reached, each object once, but for numbers and texts."""
+        seen: set[int] = set()
+        waiting = [("", root) for root in reversed(self.roots)]
+        while waiting and len(seen) < _MOST:
+            name, x = waiting.pop()
+            if isinstance(x, _LEAVES):
+                yield name, x
+            elif id(x) not in seen:
+                seen.add(id(x))
+                alive.append(x)
+                name = self.names.get(id(x), name)
+                yield name, x
+                waiting += reversed([((name + part).lstrip("."), child) for part, child in _children(x)])
 
     def put_back(self) -> None:
         """Makes everything what it was."""
@@ -79,21 +97,6 @@ def in_double(tensors: list[Tensor]) -> Iterator[bool]:
             x.grad = None
             x.data = data
             x.grad = gradient
-
-
-def _walk(roots: Sequence[Any], alive: list[Any]) -> Iterator[tuple[str, Any]]:
-    """(name, object) of all that is reached, each object once, but for numbers and texts."""
-    seen: set[int] = set()
-    waiting = [("", root) for root in reversed(roots)]
-    while waiting and len(seen) < _MOST:
-        name, x = waiting.pop()
-        if isinstance(x, _LEAVES):
-            yield name, x
-        elif id(x) not in seen:
-            seen.add(id(x))
-            alive.append(x)
-            yield name, x
-            waiting += reversed([((name + part).lstrip("."), child) for part, child in _children(x)])
 
 
 def _is_foreign(kind: Any) -> bool:
@@ -213,7 +216,8 @@ def _restorer(x: Tensor) -> Callable[[], None]:
         if x.is_leaf:
             x.requires_grad_(wants).grad = gradient
         if x.shape == data.shape and x.dtype == data.dtype:
-            x.data.copy_(data)
+            if not torch.equal(x.detach(), data):  # what is expanded cannot be written, by nobody
+                x.data.copy_(data)
         elif x.is_leaf:
             x.data = data.clone()
 

@@ -16,7 +16,7 @@ from torch import Tensor
 from tensorloop._common.arguments import check_memory, describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.storage import PLAIN
-from tensorloop._torch.tracing import without_hooks
+from tensorloop._torch.tracing import without_fused_layers, without_hooks
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.trace import Trace
@@ -233,7 +233,7 @@ def _record(
         calls = AutogradCalls(log, log.watch, given, live=live or not may, checks=checks)
         log.watch.autograd = calls
         try:
-            with without_hooks(), autocast.without_kept_casts(), told or nullcontext():
+            with without_hooks(), without_fused_layers(), autocast.without_kept_casts(), told or nullcontext():
                 results = frame.run(log, carry, row)
             frame.answers = [a.value for a in values.answers]
             _check_draws(frame, log, results)

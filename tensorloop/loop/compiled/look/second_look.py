@@ -98,7 +98,7 @@ def _compare_layouts(first: Record, second: Record) -> None:
         if checks.strided or len(met) > MOST_LAYOUTS or not same:
             raise Refused(
                 "what the body does depends on how a tensor in the carry or xs lies in memory",
-                "call contiguous() on what is written to or viewed",
+                "call contiguous() on what the body returns, writes to or views",
             )
         left += frame.layouts(other.results)
         made = other.written.tensors_made()
