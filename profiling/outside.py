@@ -54,7 +54,7 @@ def loops_of(family: str) -> list[Loop]:
 
 def cells(args: Namespace) -> list[harness.Cell]:
     return [
-        {"kind": "outside", "package": package, "family": family, "set": args.set}
+        {"kind": "outside", "package": package, "family": family, "set": args.set, "limit_s": 1800}
         for family, packages in FAMILIES.items()
         for package in packages
         if not args.only or package in args.only
