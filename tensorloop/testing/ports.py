@@ -212,8 +212,9 @@ class _Both:
     def within(self, sample: Sample, budget: int) -> HowToRun:
         """The port with a budget of so many bytes, or the least that it takes."""
         way = HowToRun(f"budget of {budget:,} bytes", auto.Otherwise(False, Checkpoints(budget=budget)))
-        least = re.search(r"give at least ([\d,]+)", str(self.run(1, sample, way).error))
-        return self.within(sample, int(least[1].replace(",", ""))) if least else way
+        said = re.search(r"give at least ([\d,]+)", str(self.run(1, sample, way).error))
+        least = int(said[1].replace(",", "")) if said else 0
+        return self.within(sample, least) if least > budget else way
 
 
 EAGER = HowToRun("port", auto.Otherwise(False, None))
