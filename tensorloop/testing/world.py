@@ -159,7 +159,10 @@ def _holders(x: Any) -> list[Any]:
         return []
     if isinstance(x, types.FunctionType):
         return [x]
-    return [*([vars(x)] if hasattr(x, "__dict__") else []), *([_Slots(x, _slots(x))] if _slots(x) else [])]
+    return [
+        *([vars(x)] if isinstance(getattr(x, "__dict__", None), dict) else []),
+        *([_Slots(x, _slots(x))] if _slots(x) else []),
+    ]
 
 
 class _Slots(NamedTuple):
