@@ -28,7 +28,8 @@ test-all: $(STAMP)
 	$(PYTEST) --all
 
 # Lines that tests run, by file and in all. What numba compiles is not counted, so tests of kernels run again with kernels
-# as plain Python, those of test_methods.py as far as they get. Tests that measure memory or look at frames may fail here.
+# as plain Python, those of test_methods.py as far as they get, and those of devices on the pretended one. Tests that
+# measure memory or look at frames may fail here; on Python 3.11 what follows effects runs within a tracer, unseen.
 COVERAGE := $(PY) -m coverage
 AS_PYTHON := -p tests.support.kernels_as_python -W ignore::RuntimeWarning
 OF_KERNELS := kernels/test_kernels kernels/test_kernel_slots kernels/test_kernel_infinities kernels/test_regroup \
@@ -38,6 +39,7 @@ OF_KERNELS := kernels/test_kernels kernels/test_kernel_slots kernels/test_kernel
 coverage: $(STAMP)
 	rm -rf build/coverage && mkdir -p build/coverage
 	-$(COVERAGE) run -m $(TESTS) --all
+	-$(COVERAGE) run -m $(TESTS) --device tests/device
 	-$(COVERAGE) run -m pytest --all $(AS_PYTHON) $(OF_KERNELS:%=tests/%.py)
 	-timeout 130 $(COVERAGE) run -m pytest --all $(AS_PYTHON) tests/ordering/test_methods.py
 	$(COVERAGE) combine --quiet
