@@ -16,6 +16,8 @@ from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
+from torch._dynamo.exc import Unsupported
+from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 
@@ -160,8 +162,9 @@ CALLS: dict[str, Calls] = {
 
 def forward_backward(call: Call) -> list[Tensor]:
     """The results that are floats, and the gradients of a weighted sum of them."""
-    found = [x for x in torch.utils._pytree.tree_leaves(call.run()) if x.is_floating_point()]
-    total = sum((x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in found)
+    found = [x for x in tree_leaves(call.run()) if x.is_floating_point()]
+    weighted = [(x * torch.linspace(0.5, 1.5, x.numel()).view(x.shape)).sum() for x in found]
+    total = torch.stack(weighted).sum()
     gradients = torch.autograd.grad(total, list(call.inputs), allow_unused=True, materialize_grads=True)
     return [x.detach() for x in (*found, *gradients)]
 
@@ -184,9 +187,9 @@ class Server:
             torch.set_default_dtype(dtype)
             try:
                 call = self.call(name, dtype)
-                for _ in range(times):
-                    found = forward_backward(call)
-                torch.save(found, path)
+                for _ in range(times - 1):
+                    forward_backward(call)
+                torch.save(forward_backward(call), path)
                 return str(dtype)
             except RuntimeError:
                 if dtype == torch.float32:
@@ -204,8 +207,11 @@ class Server:
         return time.process_time() - start
 
     def bytes(self, name: str) -> int:
-        """What one call keeps for its backward pass."""
-        return tl.memory.saved_bytes(self.call(name).run)
+        """What one call keeps for its backward pass; 0 where torch's own scan refuses to be watched."""
+        try:
+            return tl.memory.saved_bytes(self.call(name).run)
+        except (AssertionError, Unsupported):
+            return 0
 
 
 def main(package: str, size: str) -> None:
