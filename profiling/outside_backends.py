@@ -40,9 +40,12 @@ SLOW = " and not parallel and (not compile or aliasing) and not collector and no
 TESTS = {
     "torchrecurrent": (".", ["tests/test_layers.py"]),
     "torchrl": ("test/modules", ["test_rnn.py", "-k", f"(LSTM or GRU){SLOW}"]),
-    "torchlpc": (".", ["tests/test_grad.py"]),
 }
-NO_TESTS = {"xlstm": "its tests need a GPU", "auto-esn": "it has none"}
+NO_TESTS = {
+    "xlstm": "its tests need a GPU",
+    "auto-esn": "it has none",
+    "torchlpc": "its tests call other functions",
+}
 LIMIT_S = 900
 Found = dict[str, Any]
 
@@ -95,7 +98,10 @@ def run_cell(cell: harness.Cell) -> Found:
         names = list(CALLS[patch.package])[: 1 if cell["set"] == "quick" else None]
         asked = [Asked(patch.package, cell["set"], e) for e in environments(patch, copy)]
         try:
-            return {"version": version, "calls": [call_of(name, asked, cell["set"], copy) for name in names]}
+            calls = [call_of(name, asked, cell["set"], copy) for name in names]
+            for call in calls:  # at the end: what watches a call upsets torch's own scan, there and in later calls
+                call["bytes"] = [0, 0] if "error" in call else [x.ask("bytes", call["name"]) for x in asked]
+            return {"version": version, "calls": calls}
         finally:
             for process in asked:
                 process.end()
@@ -109,12 +115,11 @@ def call_of(name: str, asked: list[Asked], size: str, folder: Path) -> Found:
         theirs, ours = (torch.load(path) for path in paths)
         first = [sum(process.ask("time", name) for _ in range(WARM[size])) for process in asked]
         times = [[process.ask("time", name) for process in asked] for _ in range(TURNS[size])]
-        kept = [process.ask("bytes", name) for process in asked]
         apart = max(map(distance, theirs, ours)) if len(theirs) == len(ours) else float("inf")
     except RuntimeError as error:
         return {"name": name, "error": str(error)}
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
-    return {"name": name, "dtypes": dtypes, "apart": apart, "first_s": first, "s": medians, "bytes": kept}
+    return {"name": name, "dtypes": dtypes, "apart": apart, "first_s": first, "s": medians}
 
 
 def distance(theirs: torch.Tensor, ours: torch.Tensor) -> float:
