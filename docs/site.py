@@ -55,6 +55,7 @@ WEIGHTS = {
     "glossary.md": 1.0,
     "how_": 0.5,
     "limits.md": 0.5,
+    "outside.md": 0.5,
     "tested.md": 0.2,
     "pages.md": 0.1,  # a list of the others
     "benchmarks/": 0.1,
