@@ -6,7 +6,8 @@
 Each patch in `outside_patches/` is applied to a copy of the installed package; what is installed stays as it is. The
 same public calls then run in two processes, one with the package and one with the copy: values and gradients in double
 precision after twenty calls, the bytes kept for backward, and processor seconds of a forward and backward pass in
-float32 by one thread, in turns, as medians. `first calls` is what the first ten calls take together, with what they compile.
+float32 by one thread, in turns, as medians. `first calls` is what the first ten calls take together, with
+what they compile.
 
 Tests of a package run with it and with the copy where OUTSIDE_TESTS in the environment names a folder that has them,
 in a folder of the package's name: an unpacked source distribution or a clone.
