@@ -83,7 +83,7 @@ WORDS = {
     "huggingface.md": "hugging face transformers generate kv cache",
     "beam.md": "beam search decode generate",
     "porting.md": "port a loop convert rewrite same_loop equivalence check patterns",
-    "outside.md": "maintainer backend patch torchrl torchrecurrent xlstm auto-esn torchlpc philtorch",
+    "outside.md": "maintainer backend patch optional dependency",
     "coming_from.md": "jax lax.scan equinox tensorflow keras torch.compile",
 }
 

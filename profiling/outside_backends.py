@@ -5,8 +5,9 @@
 
 Each patch in `outside_patches/` is applied to a copy of the installed package; what is installed stays as it is. The
 same public calls then run in two processes, one with the package and one with the copy: values and gradients in double
-precision after ten calls, the bytes kept for backward, and processor seconds of a forward and backward pass in float32
-by one thread, in turns, as medians. `first calls` is what the first ten calls take together, with what they compile.
+precision after twenty calls, the bytes kept for backward, and processor seconds of a forward and backward pass in
+float32 by one thread, in turns, as medians. `first calls` is what the first ten calls take together, with
+what they compile.
 
 Tests of a package run with it and with the copy where OUTSIDE_TESTS in the environment names a folder that has them,
 in a folder of the package's name: an unpacked source distribution or a clone.
@@ -34,7 +35,8 @@ from running.script import Peer, Result, Script, Target
 
 PATCHES = {patch.package: patch for patch in patching.patches()}
 TURNS = {"quick": 1, "short": 3, "usual": 9}
-WARM = {"quick": 4, "short": 10, "usual": 10}
+WARM = {"quick": 4, "short": 20, "usual": 20}  # calls, by when what compiles is compiled
+FIRST = 10
 AT_MOST = 1e-9
 SLOW = " and not parallel and (not compile or aliasing) and not collector and not triton"  # or for a GPU
 TESTS = {
@@ -113,12 +115,13 @@ def call_of(name: str, asked: list[Asked], size: str, folder: Path) -> Found:
         paths = [str(folder / f"{i}.pt") for i in range(2)]
         dtypes = [process.ask("values", name, path, WARM[size]) for process, path in zip(asked, paths, strict=True)]
         theirs, ours = (torch.load(path) for path in paths)
-        first = [sum(process.ask("time", name) for _ in range(WARM[size])) for process in asked]
+        warm = [[process.ask("time", name) for _ in range(WARM[size])] for process in asked]
         times = [[process.ask("time", name) for process in asked] for _ in range(TURNS[size])]
         apart = max(map(distance, theirs, ours)) if len(theirs) == len(ours) else float("inf")
     except RuntimeError as error:
         return {"name": name, "error": str(error)}
     medians = [statistics.median(column) for column in zip(*times, strict=True)]
+    first = [sum(column[:FIRST]) for column in warm]
     return {"name": name, "dtypes": dtypes, "apart": apart, "first_s": first, "s": medians}
 
 
