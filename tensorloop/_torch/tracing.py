@@ -12,8 +12,8 @@ is on `meta`, because there is no memory for its size, all of them are.
 
 import operator
 import warnings
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import AbstractContextManager, contextmanager, nullcontext
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -27,6 +27,9 @@ from tensorloop._torch.fake import fakes_like, without_memory
 from tensorloop._torch.plain_sizes import plain_sizes
 
 Table = dict[Any, Callable[..., Any]]
+# Whether oneDNN runs what it can, and a function that says so.
+onednn_runs: Callable[[], bool] = torch._C._get_mkldnn_enabled  # pyright: ignore[reportAttributeAccessIssue]
+let_onednn_run: Callable[[bool], None] = torch._C._set_mkldnn_enabled  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def traced(function: Callable[..., Any], examples: Sequence[Tensor], table: Table) -> fx.GraphModule:
@@ -138,17 +141,6 @@ def blind_modes() -> list[str]:
 def without_modes() -> AbstractContextManager[object]:
     """Dispatch modes of the caller's do not see what runs inside, which is only looked at."""
     return _disable_current_modes() if torch._C._len_torch_dispatch_stack() else nullcontext()
-
-
-@contextmanager
-def without_fused_layers() -> Iterator[None]:
-    """Inside, `nn.LSTM` runs as the operations that it is made of; oneDNN's is one with a workspace of its own."""
-    before = torch._C._get_mkldnn_enabled()  # pyright: ignore[reportAttributeAccessIssue]
-    torch._C._set_mkldnn_enabled(False)  # pyright: ignore[reportAttributeAccessIssue]
-    try:
-        yield
-    finally:
-        torch._C._set_mkldnn_enabled(before)  # pyright: ignore[reportAttributeAccessIssue]
 
 
 def without_hooks() -> AbstractContextManager[object]:

@@ -5,8 +5,8 @@ whose calls of torch are known is known by these alone.
 """
 
 import dataclasses
-from collections.abc import Callable, Hashable, Sequence
-from contextlib import nullcontext
+from collections.abc import Callable, Hashable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from functools import partial
 from typing import Any
 
@@ -16,7 +16,7 @@ from torch import Tensor
 from tensorloop._common.arguments import check_memory, describe
 from tensorloop._torch.overrides import modes
 from tensorloop._torch.storage import PLAIN
-from tensorloop._torch.tracing import without_fused_layers, without_hooks
+from tensorloop._torch.tracing import let_onednn_run, onednn_runs, without_hooks
 from tensorloop.compiler.place import HOST
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.trace import Trace
@@ -184,6 +184,17 @@ def _look_closely(frame: Frame) -> Look:
     return Look(frame, key, noted.captures, noted.results, noted.log.draws, noted)
 
 
+@contextmanager
+def _without_fused_layers() -> Iterator[None]:
+    """Inside, `nn.LSTM` runs as the operations that it is made of; oneDNN's is one with a workspace of its own."""
+    before = onednn_runs()
+    let_onednn_run(False)
+    try:
+        yield
+    finally:
+        let_onednn_run(before)
+
+
 def record(frame: Frame, **options: Any) -> Record:
     """Runs a step and writes it down, as `_record` says, also one that shows only now what it needs."""
     try:
@@ -233,7 +244,7 @@ def _record(
         calls = AutogradCalls(log, log.watch, given, live=live or not may, checks=checks)
         log.watch.autograd = calls
         try:
-            with without_hooks(), without_fused_layers(), autocast.without_kept_casts(), told or nullcontext():
+            with without_hooks(), _without_fused_layers(), autocast.without_kept_casts(), told or nullcontext():
                 results = frame.run(log, carry, row)
             frame.answers = [a.value for a in values.answers]
             _check_draws(frame, log, results)
