@@ -164,11 +164,12 @@ def map(
         tensor([2., 2., 2.])
     """
     check_callable(fn=fn)
-    dim = dim if isinstance(dim, tuple | list | dict) and batch_size is None else arguments.as_int(dim, "dim")
+    dims: Any = dim
+    dim = dims if isinstance(dim, tuple | list | dict) and batch_size is None else arguments.as_int(dims, "dim")
     if batch_size is not None:
         if checkpoints is not None:
             raise WrongValue("checkpoints and batch_size do not go together; leave one out")
-        return map_in_chunks(fn, xs, dim, arguments.as_int(batch_size, "batch_size"))
+        return map_in_chunks(fn, xs, arguments.as_int(dims, "dim"), arguments.as_int(batch_size, "batch_size"))
     refuse_packed_sequence(xs)
     if any_packed(xs):
         raise WrongType("xs is packed; call fn on the packed tensor, or map over its .values")
