@@ -34,7 +34,7 @@ from tensorloop.loop.rows_loop import ConditionalLoop
 from tensorloop.loop.rows_scan import UntilLoop
 from tensorloop.loop.run import run_loop
 from tensorloop.loop.scan_slices import slices_of
-from tensorloop.loop.slices import Slices
+from tensorloop.loop.slices import Slices, checked_dim
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.tensor_array.array import TensorArray
 
@@ -219,7 +219,7 @@ def _scan_of(
     """Checks a scan's arguments; returns what makes it of a kind of loop, an init and slices, and the slices of xs."""
     check_callable(body_fn=body_fn, **({} if until is None else {"until": until}))
     check_body(body_fn)
-    dim = dim if isinstance(dim, Dim | tuple | list | dict) else arguments.as_int(dim, "dim")
+    dim = dim if isinstance(dim, Dim) else checked_dim(dim)
     length = None if length is None else arguments.as_int(length, "length")
     slices = slices_of(xs, length, dim, reverse, until)
     if arguments.as_bool(compact, "compact") and until is None:

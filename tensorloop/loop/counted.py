@@ -18,7 +18,7 @@ from tensorloop.loop.first_step import FirstOnly, FirstStep
 from tensorloop.loop.loop import Loop
 from tensorloop.loop.options import Dims, LoopOptions, Plan
 from tensorloop.loop.run import run_loop, run_scan
-from tensorloop.loop.slices import Slices, refuse_packed_sequence
+from tensorloop.loop.slices import Slices, checked_dim, refuse_packed_sequence
 from tensorloop.packed.table.base import any_packed
 
 C = TypeVar("C")
@@ -164,8 +164,7 @@ def map(
         tensor([2., 2., 2.])
     """
     check_callable(fn=fn)
-    dims: Any = dim
-    dim = dims if isinstance(dim, tuple | list | dict) and batch_size is None else arguments.as_int(dims, "dim")
+    dims: Any = checked_dim(dim)
     if batch_size is not None:
         if checkpoints is not None:
             raise WrongValue("checkpoints and batch_size do not go together; leave one out")
@@ -173,7 +172,7 @@ def map(
     refuse_packed_sequence(xs)
     if any_packed(xs):
         raise WrongType("xs is packed; call fn on the packed tensor, or map over its .values")
-    slices = Slices(xs, None, dim, False)
+    slices = Slices(xs, None, dims, False)
     if slices.length is None:
         raise WrongValue("xs has no tensor to run over")
 

@@ -15,12 +15,24 @@ from tensorloop.loop.packed_scan import PackedSlices
 from tensorloop.loop.rows_loop import with_known_rows
 
 
+class Otherwise:
+    """How loops run that leave it open, whatever they ask for, while a port is compared; what is learnt of them."""
+
+    def __init__(self, compile: bool, checkpoints: Any) -> None:
+        self.compile, self.checkpoints = compile, checkpoints
+        self.loops = 0
+        self.warned: list[str] = []
+
+
+told: Otherwise | None = None
+
+
 def run_loop(loop: Loop, checkpoints: Any, progress: bool, compile: front.Compile = False) -> tuple[Loop, Any]:
     """Runs a loop as it was asked to: (the loop as it ended, the carry)."""
     length = loop.length if loop.cond is None and loop.until is None else None  # else it is a mere bound
-    if auto.told is not None and compile is not False:
-        compile, checkpoints = auto.told.compile, auto.told.checkpoints if checkpoints is None else checkpoints
-        auto.told.loops += 1
+    if told is not None and compile is not False:
+        compile, checkpoints = told.compile, told.checkpoints if checkpoints is None else checkpoints
+        told.loops += 1
     plan = node.plan_of(checkpoints)
     with scope.running(), scope.observed(loop.name), Progress(progress, loop.name, loop.length) as bar:
         around.check_inner_loop(loop)

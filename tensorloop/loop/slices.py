@@ -9,7 +9,7 @@ from torch import Tensor
 from torch.nn.utils.rnn import PackedSequence
 
 from tensorloop._common import pytree
-from tensorloop._common.arguments import describe
+from tensorloop._common.arguments import as_int, describe
 from tensorloop._common.errors import Misuse, WrongType, WrongValue
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
@@ -198,6 +198,11 @@ class Slices:
             chunk = transforms.unbind_copy(part, dim)
             self._chunks[k] = number, chunk
         return chunk[i % CHUNK]
+
+
+def checked_dim(dim: Any) -> Any:
+    """`dim` as an int, or a tree of them as it was given."""
+    return dim if isinstance(dim, tuple | list | dict) else as_int(dim, "dim")
 
 
 def refuse_packed_sequence(xs: Any) -> None:

@@ -12,11 +12,13 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._torch.dispatch import keystr, tree_flatten_with_path, tree_leaves, tree_map
+from tensorloop._torch.dispatch import tree_leaves, tree_map
 from tensorloop._torch.versions import version_of
 from tensorloop.memory import Growth, LiveStorages, Saved, collector_off, growth, saved, saved_bytes
 from tensorloop.memory.counting.saved import must_be_function as _must_be_function
 from tensorloop.packed.table.base import is_packed
+from tensorloop.testing.outcome import as_zeros, gradients_of, inputs_of, listed, outputs_of
+from tensorloop.testing.world import is_float
 
 __all__ = [
     "assert_close",
@@ -210,12 +212,12 @@ def assert_matches_reference(
     """
     if (rtol is None) != (atol is None):
         rtol, atol = rtol or 0.0, atol or 0.0
-    given = _named(args)
-    inputs = {name: x for name, x in given.items() if _is_differentiable(x) and x.requires_grad}
-    versions = {name: _version(x) for name, x in given.items()}
+    given = inputs_of({"args": args})
+    inputs = {name: x for name, x in given.items() if is_float(x) and x.requires_grad}
+    versions = {name: version_of(x) for name, x in given.items()}
     expected, expected_gradients = _run(reference, args, inputs)
     found, found_gradients = _run(fn, args, inputs)
-    changed = [f"args{name}" for name, x in given.items() if _version(x) != versions[name]]
+    changed = [name for name, x in given.items() if version_of(x) != versions[name]]
     if changed:
         raise AssertionError(
             f"assert_matches_reference: {', '.join(changed)} changed in place while fn and reference ran; "
@@ -223,13 +225,13 @@ def assert_matches_reference(
         )
     if list(found) != list(expected):
         raise AssertionError(
-            f"assert_matches_reference: fn gives {_places(found)}; the reference gives {_places(expected)}"
+            f"assert_matches_reference: fn gives {listed(found)}; the reference gives {listed(expected)}"
         )
     for name in expected:
-        _assert_close(f"output{name}", found[name], expected[name], rtol, atol)
+        _assert_close(name, found[name], expected[name], rtol, atol)
     for name in inputs:
-        what = f"the gradient of args{name}"
-        _assert_close(what, found_gradients[name], expected_gradients[name], rtol, atol)
+        gradients = as_zeros(found_gradients[name], expected_gradients[name])
+        _assert_close(f"the gradient of {name}", *gradients, rtol, atol)
 
 
 def assert_close(actual: Any, expected: Any, **options: Any) -> None:
@@ -265,27 +267,11 @@ def _opened(tree: Any) -> Any:
 
 def _run(
     fn: Callable[..., Any], args: tuple[Any, ...], inputs: dict[str, Tensor]
-) -> tuple[dict[str, Any], dict[str, Tensor]]:
-    """(outputs by path, gradients by the names of `inputs`) of one call."""
+) -> tuple[dict[str, Any], dict[str, Tensor | None]]:
+    """(outputs, gradients of `inputs`, both by name) of one call."""
     with torch.enable_grad():
-        outputs = _named(fn(*args))
-    # Drawn for every output, recorded or not, so that both functions get the same cotangents.
-    draw = torch.Generator().manual_seed(0)
-    pairs = [
-        (out, torch.randn(out.shape, dtype=out.dtype, generator=draw, device="cpu").to(out.device))
-        for out in outputs.values()
-        if _is_differentiable(out)
-    ]
-    pairs = [(out, cotangent) for out, cotangent in pairs if out.requires_grad]
-    gradients: Sequence[Tensor | None] = [None] * len(inputs)
-    if pairs and inputs:
-        roots, cotangents = zip(*pairs, strict=True)
-        gradients = torch.autograd.grad(roots, list(inputs.values()), cotangents, allow_unused=True)
-    filled = {
-        name: torch.zeros_like(x) if gradient is None else gradient
-        for (name, x), gradient in zip(inputs.items(), gradients, strict=True)
-    }
-    return outputs, filled
+        outputs = outputs_of(fn(*args))
+    return outputs, gradients_of(outputs, inputs)
 
 
 def _assert_close(what: str, found: Any, expected: Any, rtol: float | None, atol: float | None) -> None:
@@ -298,21 +284,3 @@ def _assert_close(what: str, found: Any, expected: Any, rtol: float | None, atol
         )
     elif isinstance(found, Tensor) or isinstance(expected, Tensor) or found != expected:
         raise AssertionError(report(f"Found {found!r}, expected {expected!r}."))
-
-
-def _named(tree: Any) -> dict[str, Any]:
-    """The leaves of nested lists, tuples and dicts by path (`[0]['w']`); a lone leaf has the path ''."""
-    return {keystr(path): leaf for path, leaf in tree_flatten_with_path(tree)[0]}
-
-
-def _places(outputs: dict[str, Any]) -> str:
-    return ", ".join(f"output{name}" for name in outputs) or "no output"
-
-
-def _is_differentiable(x: Any) -> bool:
-    return isinstance(x, Tensor) and (x.is_floating_point() or x.is_complex())
-
-
-def _version(x: Any) -> int | None:
-    """How often a tensor was changed in place; None for what does not count that."""
-    return version_of(x) if isinstance(x, Tensor) else None

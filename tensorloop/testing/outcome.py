@@ -1,6 +1,7 @@
 """One run of a function: its results, gradients and second derivatives, and what it left behind; two runs compared."""
 
 import inspect
+import pickle
 import random
 import sys
 from collections.abc import Callable, Mapping
@@ -22,7 +23,7 @@ class Outcome(NamedTuple):
     gradients: Mapping[str, Tensor | None] = {}
     second: Mapping[str, Tensor | None] | str = ""
     left: Mapping[str, Any] = {}  # inputs and all that is reached beside them, after the run
-    state: Tensor | None = None  # of torch's random numbers after the forward pass
+    random_state: bytes = b""  # after the forward pass
 
 
 class Closeness(NamedTuple):
@@ -95,6 +96,21 @@ def seed(number: int) -> None:
         numpy.random.seed(number % 2**32)
 
 
+def random_state() -> bytes:
+    """How the random numbers of torch, Python and numpy go on."""
+    numpy = sys.modules.get("numpy")
+    return pickle.dumps((torch.get_rng_state().numpy(), random.getstate(), numpy and numpy.random.get_state()))
+
+
+def go_on_from(state: bytes) -> None:
+    """Makes random numbers go on as they would have where `random_state` was asked."""
+    of_torch, of_python, of_numpy = pickle.loads(state)
+    torch.set_rng_state(torch.from_numpy(of_torch))
+    random.setstate(of_python)
+    if of_numpy is not None:
+        sys.modules["numpy"].random.set_state(of_numpy)
+
+
 def run(
     function: Callable[..., Any],
     arguments: Fresh,
@@ -109,7 +125,7 @@ def run(
         with torch.enable_grad():
             result = function(*arguments.args)
             outputs = outputs_of(result)
-            state = torch.get_rng_state()
+            state = random_state()
             needs_grad = {name: x.requires_grad for name, x in outputs.items() if is_float(x) and x.numel()}
             gradients = gradients_of(outputs, targets, second)
             found: Mapping[str, Tensor | None] | str = ""
@@ -160,7 +176,7 @@ def _cut(x: Any) -> Any:
 def compare(expected: Outcome, found: Outcome, start: Mapping[str, Any], tolerance: Closeness) -> list[Difference]:
     """Finds what differs between two runs, neither of which failed; `start` is what they could change, as it was."""
     if [*found.outputs] != [*expected.outputs]:
-        text = f"the original gives {_listed(expected.outputs)}; the port gives {_listed(found.outputs)}"
+        text = f"the original gives {listed(expected.outputs)}; the port gives {listed(found.outputs)}"
         return [Difference("structure of the results", "", text)]
     differences = _unequal("value of", expected.outputs, found.outputs, tolerance)
     differences += [
@@ -168,21 +184,37 @@ def compare(expected: Outcome, found: Outcome, start: Mapping[str, Any], toleran
         for name, wants in expected.needs_grad.items()
         if found.needs_grad.get(name, wants) != wants
     ]
-    differences += _unequal("gradient of", expected.gradients, found.gradients, tolerance)
+    differences += _unequal("gradient of", *_without_none(expected.gradients, found.gradients), tolerance)
     if isinstance(expected.second, Mapping) and not differences:  # else they differ, too, and say nothing new
         if isinstance(found.second, Mapping):
             looser = Closeness(tolerance.relative * 10, tolerance.absolute * 10)
-            differences += _unequal("second derivative for", expected.second, found.second, looser)
+            differences += _unequal("second derivative for", *_without_none(expected.second, found.second), looser)
         else:
             differences.append(Difference("second derivatives", "", f"the port has none: {found.second}"))
     differences += _effects(expected.left, found.left, start, tolerance)
-    if expected.state is not None and found.state is not None and not torch.equal(expected.state, found.state):
+    if expected.random_state != found.random_state:
         differences.append(Difference("random numbers", "", "the port draws more, fewer or others of them"))
     return differences
 
 
-def _listed(outputs: Mapping[str, Any]) -> str:
-    return ", ".join(outputs) or "no result"
+def listed(outputs: Mapping[str, Any]) -> str:
+    """The names of results in a row."""
+    return ", ".join(outputs) or "no output"
+
+
+def _without_none(
+    expected: Mapping[str, Tensor | None], found: Mapping[str, Tensor | None]
+) -> tuple[Mapping[str, Any], Mapping[str, Any]]:
+    """Gradients of both, with zeros for those that one of them has and the other has not."""
+    pairs = {name: as_zeros(x, found.get(name)) for name, x in expected.items()}
+    return {name: a for name, (a, _) in pairs.items()}, {name: b for name, (_, b) in pairs.items()}
+
+
+def as_zeros(a: Tensor | None, b: Tensor | None) -> tuple[Tensor | None, Tensor | None]:
+    """Two gradients, with zeros where one is None: no gradient is one of zeros."""
+    return (torch.zeros_like(b) if a is None and b is not None else a), (
+        torch.zeros_like(a) if b is None and a is not None else b
+    )
 
 
 def _unequal(
@@ -193,13 +225,9 @@ def _unequal(
 
 
 def unlike(expected: Any, found: Any, tolerance: Closeness) -> str:
-    """In what two results differ, or "" where they are close; no gradient is one of zeros."""
-    if isinstance(expected, Tensor) and found is None:
-        found = torch.zeros_like(expected)
-    if isinstance(found, Tensor) and expected is None:
-        expected = torch.zeros_like(found)
+    """In what two results differ, or "" where they are close."""
     if not (isinstance(expected, Tensor) and isinstance(found, Tensor)):
-        return "" if expected is found or _equal(expected, found) else f"{found!r}, the original's is {expected!r}"
+        return "" if _equal(expected, found) else f"{_shown(found)}, the original's is {_shown(expected)}"
     for fact in ("shape", "dtype", "device"):
         a, b = getattr(expected, fact), getattr(found, fact)
         if a != b:
@@ -226,9 +254,16 @@ def wrong_at(expected: Tensor, found: Tensor, tolerance: Closeness) -> Tensor:
     )
 
 
+def _shown(x: Any) -> str:
+    return f"a tensor of shape {tuple(x.shape)}" if isinstance(x, Tensor) else repr(x)
+
+
 def _equal(a: Any, b: Any) -> bool:
+    """Whether two things that are not both tensors are of one type and equal; NaN is equal to NaN."""
+    if a is b or type(a) is not type(b):
+        return a is b
     try:
-        return bool(a == b)
+        return bool(a == b or (a != a and b != b))
     except Exception:
         return False
 

@@ -1,7 +1,6 @@
 """`same_loop`: a loop and its port side by side, in values, gradients, side effects, bytes and time."""
 
 import functools
-import random
 import re
 import statistics
 import time
@@ -16,8 +15,8 @@ from torch import Tensor, nn
 from tensorloop._common.arguments import describe
 from tensorloop._common.errors import WrongType, named
 from tensorloop._torch.dispatch import tree_leaves, tree_map
+from tensorloop.loop import run as loops
 from tensorloop.loop.checkpoint.options import Checkpoints
-from tensorloop.loop.compiled import auto
 from tensorloop.loop.compiled.front import NotCompiledWarning
 from tensorloop.memory import saved_bytes
 from tensorloop.testing.outcome import (
@@ -26,17 +25,19 @@ from tensorloop.testing.outcome import (
     Outcome,
     compare,
     fresh,
+    go_on_from,
     gradients_of,
     inputs_of,
     names_of,
     outputs_of,
+    random_state,
     run,
     seed,
 )
 from tensorloop.testing.report import LoopReport, RunCost
 from tensorloop.testing.samples import Sizes, bytes_of, named_sizes, refuse_iterators, resized
 from tensorloop.testing.steps import first_difference
-from tensorloop.testing.world import World, in_double, is_float
+from tensorloop.testing.world import MOST, World, doubled, in_double, is_float
 
 _DOUBLE, _SINGLE = Closeness(1e-6, 1e-9), Closeness(1e-3, 1e-4)
 Sample = Mapping[str, Any]  # by argument
@@ -118,9 +119,14 @@ def same_loop(
             f"nothing was compared: sample and weights take {size:,} bytes; give a smaller sample"
         )
         return report
+    if not all(world.is_whole for world in both.worlds):
+        report.differences.append(
+            f"nothing was compared: more than {MOST:,} objects are reached; give functions that reach less"
+        )
+        return report
     try:
         if _compare(both, report, variants, (rtol, atol)) and repeats:
-            report.runs = list(_timed(both, report, repeats))
+            report.runs = list(_timed(both, repeats))
     finally:
         both.end()
     return report
@@ -130,7 +136,7 @@ class HowToRun(NamedTuple):
     """A way to run the port: what its loops are told, None for nothing."""
 
     name: str
-    told: auto.Otherwise | None = None
+    told: loops.Otherwise | None = None
 
 
 class _Both:
@@ -140,7 +146,7 @@ class _Both:
         self.functions, self.random_seed = (original, ported), random_seed
         self.beside = [x for x in tree_leaves(sample) if not isinstance(x, Tensor | int | float | str | None)]
         self.wanted: Callable[[Tensor], bool] = lambda x: True
-        self.random_states = torch.get_rng_state(), random.getstate()
+        self.random_state = random_state()
         self.look()
         self.first = self.worlds
         taken = {re.split(r"[.[]", name)[0] for world in self.worlds for name in world.leaves}
@@ -181,8 +187,7 @@ class _Both:
         """Makes everything what it was at first."""
         self.worlds = self.first
         self.put_back()
-        torch.set_rng_state(self.random_states[0])
-        random.setstate(self.random_states[1])
+        go_on_from(self.random_state)
 
     def run(self, which: int, sample: Sample, way: HowToRun, second: bool = False) -> Outcome:
         """Runs the original (0) or the port (1)."""
@@ -211,26 +216,26 @@ class _Both:
 
     def within(self, sample: Sample, budget: int) -> HowToRun:
         """The port with a budget of so many bytes, or the least that it takes."""
-        way = HowToRun(f"budget of {budget:,} bytes", auto.Otherwise(False, Checkpoints(budget=budget)))
+        way = HowToRun(f"budget of {budget:,} bytes", loops.Otherwise(False, Checkpoints(budget=budget)))
         said = re.search(r"give at least ([\d,]+)", str(self.run(1, sample, way).error))
         least = int(said[1].replace(",", "")) if said else 0
         return self.within(sample, least) if least > budget else way
 
 
-EAGER = HowToRun("port", auto.Otherwise(False, None))
+EAGER = HowToRun("port", loops.Otherwise(False, None))
 _AS_IS = HowToRun("original")
 
 
 @contextmanager
 def way_of(way: HowToRun) -> Iterator[None]:
     """Loops inside run in this way; what they warn of is not shown."""
-    auto.told, before = way.told, auto.told
+    loops.told, before = way.told, loops.told
     try:
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             yield
     finally:
-        auto.told = before
+        loops.told = before
     if way.told is not None:
         way.told.warned += [str(w.message) for w in caught if issubclass(w.category, NotCompiledWarning)]
 
@@ -299,8 +304,13 @@ def _compare_here(
     report.differences += map(str, worst[1])
     for way in () if worst[1] else _ways(both, sample):
         found = both.run(1, sample, way, second)
-        start = both.before(sample)
-        report.differences += [f"{way.name}: {text}" for text in _texts(expected, found, start, tolerance, way)]
+        if found.error is None:
+            apart = compare(expected, found, both.before(sample), tolerance)
+            report.differences += [f"{way.name}: {difference}" for difference in apart]
+        elif way.told is not None and way.told.checkpoints is not None:  # the port did not ask for them
+            report.cases[way.name] = f"the port fails: {_told(found.error)}"
+        else:
+            report.differences.append(f"{way.name}: the port fails: {_told(found.error)}")
     for name, (size, others) in variants.items():
         for other in others:
             other_sample = resized(sample, size, other)
@@ -312,7 +322,10 @@ def _compare_here(
     if worst[1]:
         in_gradients = all(difference.what == "gradient of" for difference in worst[1])
         first, second = (functools.partial(both.outputs, which, worst[0]) for which in (0, 1))
-        report.first = first_difference(first, second, tolerance, in_gradients)
+        try:
+            report.first = first_difference(first, second, tolerance, in_gradients)
+        except Exception as error:  # of what runs otherwise when it is watched
+            report.first = f"not found: {_told(error)}"
         if in_gradients and not report.first:
             report.first = "no variable of a step has another gradient: what is named is not used alike, or is a copy"
     return True
@@ -326,36 +339,29 @@ def _case(both: _Both, sample: Sample, tolerance: Closeness) -> tuple[str, list[
     expected = both.run(0, sample, _AS_IS)
     if expected.error:  # a port may not even end there
         return f"the original fails: {_told(expected.error)}", []
-    for way in (EAGER, HowToRun("compiled", auto.Otherwise(True, None))):
+    for way in (EAGER, HowToRun("compiled", loops.Otherwise(True, None))):
         found = both.run(1, sample, way)
         if found.error:
             return f"{_DIFFERS}the port fails: {_told(found.error)}", []
         if differences := compare(expected, found, both.before(sample), tolerance):
-            return f"{_DIFFERS}{'' if way is EAGER else 'compiled, '}{differences[0]}", differences
+            # Of a compiled loop no step can be watched.
+            return (
+                (_DIFFERS + str(differences[0]), differences)
+                if way is EAGER
+                else (f"{_DIFFERS}compiled, {differences[0]}", [])
+            )
     return "same", []
-
-
-def _texts(
-    expected: Outcome, found: Outcome, start: Mapping[str, Any], tolerance: Closeness, way: HowToRun
-) -> list[str]:
-    if found.error is not None:  # within a budget, a refusal that the table shows
-        return (
-            []
-            if way.told is not None and way.told.checkpoints is not None
-            else [f"the port fails: {_told(found.error)}"]
-        )
-    return [str(difference) for difference in compare(expected, found, start, tolerance)]
 
 
 def _ways(both: _Both, sample: Sample) -> list[HowToRun]:
     """The ways in which the loops of the port may run, beside eagerly."""
-    told = auto.Otherwise(False, None)
+    told = loops.Otherwise(False, None)
     with way_of(HowToRun("", told)):
         kept = both.kept(1, sample)
     both.put_back()
     if not told.loops:
         return []
-    return [HowToRun("compiled", auto.Otherwise(True, None)), both.within(sample, max(kept // 2, 1))]
+    return [HowToRun("compiled", loops.Otherwise(True, None)), both.within(sample, max(kept // 2, 1))]
 
 
 def _other_weights(both: _Both) -> str:
@@ -370,7 +376,7 @@ def _other_weights(both: _Both) -> str:
     return ""
 
 
-def _timed(both: _Both, report: LoopReport, repeats: int) -> Iterator[RunCost]:
+def _timed(both: _Both, repeats: int) -> Iterator[RunCost]:
     """Bytes and processor time of each way, in turns, in the dtypes given."""
     both.look()
     ways = [(0, _AS_IS), (1, EAGER), *((1, way) for way in _ways(both, both.sample))]
@@ -411,10 +417,7 @@ def _clocked(both: _Both, which: int) -> float:
 
 def _cast(sample: Sample) -> Sample:
     def double(x: Any) -> Any:
-        if not is_float(x):
-            return x
-        cast = x.detach().to(torch.complex128 if x.is_complex() else torch.float64)
-        return cast.requires_grad_(x.requires_grad)
+        return doubled(x.detach()).requires_grad_(x.requires_grad) if is_float(x) else x
 
     return {name: tree_map(double, part) for name, part in sample.items()}
 

@@ -1,9 +1,8 @@
 """The variables of a loop step by step, in the original and in the port, and the first step where they differ.
 
-Both run once more, watched by `sys.settrace`. A step of a Python loop ends where control leaves the lines of its body;
-a step of the port where its body returns, as every function of
-the two that is called once or more. A variable of one is that of the other which has
-its values for the longest time, whatever its name; a gradient is asked for at each of them.
+Both run once more, watched by `sys.settrace`. A step of a Python loop ends where control leaves the lines of its body,
+and a call of any function of theirs, such as the body of a scan, where it returns. Which variable of the port is that
+of the original is told by names and numbers (`_paired`). Gradients are asked for at each step.
 """
 
 import ast
@@ -22,7 +21,7 @@ import torch
 from torch import Tensor, nn
 
 from tensorloop._torch.versions import version_of
-from tensorloop.testing.outcome import Closeness, gradients_of, unlike
+from tensorloop.testing.outcome import Closeness, as_zeros, gradients_of, unlike
 from tensorloop.testing.world import is_float
 
 _LARGEST = 65_536  # elements of a variable that is looked at
@@ -252,7 +251,7 @@ def _gradients(
         (t, pair, text)
         for pair, ours, theirs in zip(pairs, expected, found, strict=True)
         for t, (a, b) in enumerate(zip(ours, theirs, strict=False))
-        if a is not UNKNOWN and b is not UNKNOWN and (text := unlike(a, b, tolerance))
+        if a is not UNKNOWN and b is not UNKNOWN and (text := unlike(*as_zeros(a, b), tolerance))
     ]
     if not apart:
         return ""
@@ -264,17 +263,9 @@ def _gradients(
 
 def _by_step(outputs: Mapping[str, Any], columns: list[list[AtStep]]) -> list[list[Any]]:
     """The gradient of each variable at each step; None for none, UNKNOWN where it was written to since."""
-    asked = {
-        f"{i} {t}": seen.tensor
-        for i, column in enumerate(columns)
-        for t, seen in enumerate(column)
-        if seen.tensor.requires_grad
-    }
-    is_known = {
-        key: version_of(x) == columns[int(key.split()[0])][int(key.split()[1])].version for key, x in asked.items()
-    }
-    found = gradients_of(outputs, {key: x for key, x in asked.items() if is_known[key]})
-    return [
-        [found.get(key) if is_known.get(key := f"{i} {t}", True) else UNKNOWN for t in range(len(column))]
-        for i, column in enumerate(columns)
-    ]
+    seen = {f"{i} {t}": x for i, column in enumerate(columns) for t, x in enumerate(column)}
+    asked = {key: x.tensor for key, x in seen.items() if x.tensor.requires_grad and version_of(x.tensor) == x.version}
+    found: dict[str, Any] = {
+        key: UNKNOWN if x.tensor.requires_grad else None for key, x in seen.items()
+    } | gradients_of(outputs, asked)
+    return [[found[f"{i} {t}"] for t in range(len(column))] for i, column in enumerate(columns)]

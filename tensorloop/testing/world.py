@@ -1,11 +1,12 @@
 """What a function reaches beside its arguments: tensors, numbers and what holds them, by name; put back after a run.
 
-Followed are cells of closures, globals that the code names, defaults, bound objects, modules, lists, dicts and the
-attributes of objects. Functions and classes of torch, numpy and this library are not looked into.
+Followed are cells of closures, globals that the code names, defaults, bound objects, modules, containers, arrays of
+numpy and the attributes of objects. Classes, and functions of torch, numpy and this library, are not looked into.
 """
 
 import functools
 import types
+from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from typing import Any, NamedTuple
@@ -14,9 +15,9 @@ import torch
 from torch import Tensor, nn
 
 _FOREIGN = {"torch", "numpy", "numba", "tensorloop", "builtins"}
-_WIDER = {torch.complex64: torch.complex128}
+_OWN = frozenset(vars(nn.Module()))  # what a module has of torch, beside what its maker gives it
 _LEAVES = (int, float, complex, bool, str, type(None))  # what is compared beside tensors
-_MOST = 20_000  # objects
+MOST = 20_000  # objects
 
 
 def is_float(x: Any) -> bool:
@@ -57,7 +58,7 @@ class World:
         """(name, object) of all that is reached, each object once, but for numbers and texts."""
         seen: set[int] = set()
         waiting = [("", root) for root in reversed(self.roots)]
-        while waiting and len(seen) < _MOST:
+        while waiting and len(seen) < MOST:
             name, x = waiting.pop()
             if isinstance(x, _LEAVES):
                 yield name, x
@@ -67,6 +68,7 @@ class World:
                 name = self.names.get(id(x), name)
                 yield name, x
                 waiting += reversed([((name + part).lstrip("."), child) for part, child in _children(x)])
+        self.is_whole = not waiting
 
     def put_back(self) -> None:
         """Makes everything what it was."""
@@ -89,7 +91,7 @@ def in_double(tensors: list[Tensor]) -> Iterator[bool]:
         torch.set_default_dtype(torch.float64)
         for x in tensors:
             x.grad = None
-            x.data = x.data.to(_WIDER.get(x.dtype, torch.complex128 if x.is_complex() else torch.float64))
+            x.data = doubled(x.data)
         yield True
     finally:
         torch.set_default_dtype(default)
@@ -97,6 +99,11 @@ def in_double(tensors: list[Tensor]) -> Iterator[bool]:
             x.grad = None
             x.data = data
             x.grad = gradient
+
+
+def doubled(x: Tensor) -> Tensor:
+    """A float tensor in double precision."""
+    return x.to(torch.complex128 if x.is_complex() else torch.float64)
 
 
 def _is_foreign(kind: Any) -> bool:
@@ -110,9 +117,7 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
     if isinstance(x, nn.Module):
         for table in (x._parameters, x._buffers, x._modules):
             yield from ((f".{name}", child) for name, child in table.items())
-        yield from (
-            (f".{name}", child) for name, child in vars(x).items() if not name.startswith("_") and name != "training"
-        )
+        yield from ((f".{name}", child) for name, child in vars(x).items() if name not in _OWN)
     elif isinstance(x, functools.partial):
         yield from (("", child) for child in (x.func, x.args, x.keywords))
     elif isinstance(x, types.MethodType):
@@ -121,7 +126,10 @@ def _children(x: Any) -> Iterator[tuple[str, Any]]:
         if not _is_foreign(x):
             yield from ((f".{name}", child) for name, child in _named_by(x).items())
             yield from (("", child) for child in (x.__defaults__, x.__kwdefaults__, getattr(x, "__wrapped__", None)))
-    elif isinstance(x, list | tuple):
+    elif type(x).__module__ == "numpy" and type(x).__name__ == "ndarray":
+        if x.dtype.kind in "biufc" and x.flags.writeable and min((0, *x.strides)) == 0:
+            yield "", torch.from_numpy(x)  # of the same memory
+    elif isinstance(x, list | tuple | deque):
         yield from ((f"[{i}]", child) for i, child in enumerate(x))
     elif isinstance(x, dict):
         yield from ((f"[{key!r}]", child) for key, child in x.items())
@@ -153,7 +161,7 @@ def _holders(x: Any) -> list[Any]:
     """Returns what of an object can be changed, and is to be put back."""
     if isinstance(x, nn.Module):
         return [x._parameters, x._buffers, x._modules, vars(x)]
-    if isinstance(x, list | dict | torch.Generator):
+    if isinstance(x, list | dict | set | deque | bytearray | torch.Generator):
         return [x]
     if isinstance(x, type | types.ModuleType) or _is_foreign(x if isinstance(x, types.FunctionType) else type(x)):
         return []
@@ -173,7 +181,10 @@ class _Slots(NamedTuple):
 
 
 def _restorer_of(holder: Any) -> Callable[[], object]:
-    if isinstance(holder, list):
+    if isinstance(holder, set | deque):
+        copied, fill = holder.copy(), holder.update if isinstance(holder, set) else holder.extend
+        return lambda: None if holder == copied else (holder.clear(), fill(copied))
+    if isinstance(holder, list | bytearray):
         items = holder[:]
         return lambda: holder.__setitem__(slice(None), items)
     if isinstance(holder, dict):
@@ -214,13 +225,16 @@ def _is_full(cell: types.CellType) -> bool:
 
 def _restorer(x: Tensor) -> Callable[[], None]:
     data, gradient, wants = x.detach().clone(), x.grad if x.is_leaf else None, x.requires_grad
+    its_own = None if gradient is None else _restorer(gradient)  # a backward pass adds to it in place
 
     def restore() -> None:
         if x.is_leaf:
             x.requires_grad_(wants).grad = gradient
+        if its_own is not None:
+            its_own()
         if x.shape == data.shape and x.dtype == data.dtype:
-            if not torch.equal(x.detach(), data):  # what is expanded cannot be written, by nobody
-                x.data.copy_(data)
+            if not any(n > 1 and not stride for n, stride in zip(x.shape, x.stride(), strict=True)):
+                x.data.copy_(data)  # what is expanded cannot be written, by nobody
         elif x.is_leaf:
             x.data = data.clone()
 

@@ -56,7 +56,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "risk": (4, 2, 2),
     "schedule": (9, 5, 19),
     "tensor_array": (14, 6, 29),
-    "testing": (7, 5, 9),
+    "testing": (7, 4, 10),
 }
 
 

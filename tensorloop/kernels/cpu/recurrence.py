@@ -156,7 +156,7 @@ def _run_matrices(
 def _by_products(
     a: Tensor, b: Tensor, init: Tensor | None, starts: Tensor | None, dim: int, reverse: bool, sizes: Any
 ) -> Tensor:
-    """The same by torch's products of R vectors with a (P or 1, T or 1, Q, F, F), a step at a time."""
+    """Runs a recurrence with matrices a step at a time, by torch's products; a is (P or 1, T or 1, Q, F, F)."""
     P, T, Q, R, F = sizes
 
     def steps_first(x: Tensor) -> Tensor:

@@ -25,7 +25,7 @@ def linear_recurrence(
 def matrix_recurrence(
     a: Tensor, b: Tensor, init: Tensor | None, dim: int, reverse: bool, starts: Tensor | None = None
 ) -> Tensor:
-    """The same for vectors along the last dim of b, and matrices a that broadcast to (*b.shape, F)."""
+    """Computes a recurrence of the vectors along the last dim of b; a are matrices that broadcast to (*b.shape, F)."""
     few = FEW if b.is_cpu else FEW_ON_A_GPU
     by_step = a.shape[dim] > 1 and a.numel() // a.shape[dim] * b.shape[-1] > few
     return _run(_in_order if by_step else _in_rounds, a, b, init, dim, reverse, starts, by_vectors, torch.matmul)

@@ -95,18 +95,6 @@ class Counting(OperationMode):
 compile: Compile = False  # of loops that are not told, in all threads
 
 
-class Otherwise:
-    """How loops run that leave it open, whatever they ask for, while a port is compared; what is learnt of them."""
-
-    def __init__(self, compile: bool, checkpoints: Any) -> None:
-        self.compile, self.checkpoints = compile, checkpoints
-        self.loops = 0
-        self.warned: list[str] = []
-
-
-told: Otherwise | None = None
-
-
 class set_default_compile:
     """Says what `compile=` is for loops that are not given it, such as those of a library.
 
