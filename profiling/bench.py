@@ -1,4 +1,4 @@
-"""The short set of every script here, one after the other: `make bench`, under ten minutes on two cores.
+"""The short set of every script here, one after the other: `make bench`, about fifteen minutes on two cores.
 
     python profiling/bench.py                         # all, and docs/benchmarks/short.md
     python profiling/bench.py --only regroup packed   # these alone; the others keep the figures of their last run
