@@ -6,7 +6,7 @@ a times init was added before.
 
 import functools
 from numbers import Number
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
@@ -14,12 +14,15 @@ from torch import Tensor
 from tensorloop import packed
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.faces import late
+from tensorloop._torch.shards import is_sharded
 from tensorloop.loop import recurrences
 from tensorloop.loop.compiled import around
 from tensorloop.packed.rows.dim import Dim, describe_difference
 from tensorloop.packed.table.autograd import check_gradient
 from tensorloop.packed.table.base import is_packed
 
+_in_shards = late("distributed.recurrence", "linear")
 P = TypeVar("P", bound="Tensor | packed.PackedTensor")
 
 
@@ -33,6 +36,7 @@ def linear_recurrence(
     reverse: bool = False,
     matrix: bool = False,
     resets: "Tensor | packed.PackedTensor | None" = None,
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
 ) -> P:
     """Computes h[t] = a[t] * h[t - 1] + b[t], element by element or with matrices, for all t in one operation.
 
@@ -64,8 +68,15 @@ def linear_recurrence(
         resets: bool tensor that broadcasts to b, with `matrix` to b without its last dim. Before the steps where it is
             true h is init again. None (default): nowhere. With packed b it is packed.
 
+        layout: "contiguous" (default) or "zigzag", how ranks have the steps of a DTensor.
+
     Returns:
         All h, a tensor of b's shape, in index order; packed if b is.
+
+    DTensors: b may be one, or hold them if packed, that a device mesh shards along `dim` and others; a, init and resets
+    are numbers or DTensors on the same mesh. Each rank computes its part, and gets that of h: ranks send each other one
+    step's numbers, not T. [Many processes](https://tensorloop.readthedocs.io/many_processes) has messages and bytes.
+    In "zigzag" rank r of P has chunks r and 2 P - 1 - r of 2 P, its part being the two of one length.
 
     Packed b: a is a number, packed with b's lengths, or a tensor that broadcasts to one step, (B, 1, *F) or *F.
     Nothing goes from row to row, NaN neither.
@@ -103,9 +114,27 @@ def linear_recurrence(
     arguments.as_bool(reverse, "reverse")
     arguments.as_bool(matrix, "matrix")
     dim = 1 if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
+    if any(is_sharded(x.values if is_packed(x) else x) for x in (a, b, init, resets)):
+        around.check_whole("linear_recurrence")
+        return _in_shards(a, b, init, dim, reverse, matrix, resets, layout)
+    if layout != "contiguous":
+        raise WrongValue(f"layout is {layout!r}, which is for DTensors, and there is none here; leave it out")
     if is_packed(b):
         check_gradient(a, b)
-        return _packed(a, b, init, reverse, matrix, resets)
+        ragged, steps = b._dim, packed_steps(a, b, init, resets, matrix)
+        positions, ids = ragged._positions, ragged._row_ids
+        found: Any = _run(*of_rows(*steps, ragged, positions, ids, reverse), 0, reverse, matrix)
+        return b._with(found)
+    a, b, init, resets, dim = dense_steps(a, b, init, resets, dim, matrix)
+    if resets is not None:
+        resets = begun(resets, b, dim, reverse)
+    return _run(a, b, init, resets, dim, reverse, matrix)  # pyright: ignore[reportReturnType]
+
+
+def dense_steps(
+    a: Any, b: Any, init: Any, resets: Any, dim: int, matrix: bool
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor | None, int]:
+    """All with the dims of b, of which `dim` counts from the start: each of b's sizes there, or of 1."""
     for what, x in (("a", a), ("init", init), ("resets", resets)):
         if is_packed(x):
             raise WrongType(f"{what} is packed, and b is not; pack b too (tl.pack_padded), or give {what}.pad()")
@@ -119,16 +148,19 @@ def linear_recurrence(
     rest = shape[:dim] + shape[dim + 1 :]
     init = None if init is None else _broadcast(init, "init", b, rest, "b without its steps")
     init = None if init is None else init.expand(rest).unsqueeze(dim)
-    if resets is not None:
-        resets = _as_starts(resets, b, shape, matrix)
-        resets = resets.expand(*resets.shape[:dim], shape[dim], *resets.shape[dim + 1 :]).clone()
-        resets.narrow(dim, -1 if reverse and shape[dim] else 0, min(1, shape[dim])).fill_(True)
-    found: Any = _run(_factors(a, b, shape, matrix), b, init, resets, dim, reverse, matrix)
-    return found
+    resets = None if resets is None else _as_starts(resets, b, shape, matrix)
+    return _factors(a, b, shape, matrix), b, init, resets, dim
 
 
-def _packed(a: Any, b: Any, init: Any, reverse: bool, matrix: bool, resets: Any) -> Any:
-    """The recurrence of each row, as one of the values that begins anew with each."""
+def begun(starts: Tensor, b: Tensor, dim: int, reverse: bool) -> Tensor:
+    """The starts of all steps, of which the first is one; a copy."""
+    starts = starts.expand(*starts.shape[:dim], b.shape[dim], *starts.shape[dim + 1 :]).clone()
+    starts.narrow(dim, -1 if reverse and b.shape[dim] else 0, min(1, b.shape[dim])).fill_(True)
+    return starts
+
+
+def packed_steps(a: Any, b: Any, init: Any, resets: Any, matrix: bool) -> tuple[Any, Tensor, Any, Any, bool]:
+    """The values of packed b, and what goes with them: by entry, or (B or 1, 1, *F) by row."""
     ragged, values = b._dim, b.values
     features = [*values.shape[1:]]
     if matrix and not features:
@@ -137,25 +169,38 @@ def _packed(a: Any, b: Any, init: Any, reverse: bool, matrix: bool, resets: Any)
     for what, x in (("a", a), ("resets", resets)):
         if is_packed(x) and not ragged.same(x._dim):
             raise describe_difference(ragged, x._dim, what)
-
-    def of_rows(x: Tensor) -> Tensor:
-        """(B or 1, 1, *F) as it stands beside the values."""
-        return x[0] if len(x) == 1 else x.squeeze(1).index_select(0, ragged._row_ids)
-
-    a = (
-        _factors(a.values, values, [*values.shape], matrix)
-        if is_packed(a)
-        else of_rows(_factors(a, values, rows, matrix))
-    )
+    by_entry = is_packed(a)
+    a = _factors(a.values, values, [*values.shape], matrix) if by_entry else _factors(a, values, rows, matrix)
     if init is not None:
-        init = of_rows(_broadcast(init, "init", values, rows[:1] + features, "b without its steps").unsqueeze(1))
-    starts = ragged._positions == (0 if not reverse else (ragged._lens - 1).index_select(0, ragged._row_ids))
-    starts = starts.view(-1, *[1] * len(features))
+        init = _broadcast(init, "init", values, rows[:1] + features, "b without its steps").unsqueeze(1)
     if resets is not None:
         if not is_packed(resets):
             raise WrongType(f"resets must be packed as b is, got {arguments.describe(resets)}; tl.pack_padded packs it")
-        starts = starts | _as_starts(resets.values, values, [*values.shape], matrix)
-    return b._with(_run(a, values, init, starts, 0, reverse, matrix))
+        resets = _as_starts(resets.values, values, [*values.shape], matrix)
+    return a, values, init, resets, by_entry
+
+
+def of_rows(
+    a: Tensor,
+    values: Tensor,
+    init: Tensor | None,
+    resets: Tensor | None,
+    by_entry: bool,
+    ragged: Dim,
+    positions: Tensor,
+    ids: Tensor,
+    reverse: bool,
+) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
+    """The steps of these entries, all or a part of them: rows begin anew, as the recurrence of the values would not."""
+
+    def by_row(x: Tensor) -> Tensor:
+        """(B or 1, 1, *F) as it stands beside the values."""
+        return x[0] if len(x) == 1 else x.squeeze(1).index_select(0, ids)
+
+    starts = positions == (0 if not reverse else (ragged._lens - 1).index_select(0, ids))
+    starts = starts.view(-1, *[1] * (values.dim() - 1))
+    starts = starts if resets is None else starts | resets
+    return a if by_entry else by_row(a), values, None if init is None else by_row(init), starts
 
 
 def _run(
@@ -163,15 +208,25 @@ def _run(
 ) -> Tensor:
     """All of b's rank, `a` of one more with matrices; with `starts` a has init for each step, or for all."""
     around.check_whole("linear_recurrence")
-    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (a, b, init) if x is not None))
-    a, b, at = a.to(dtype), b.to(dtype), b.dim() - 1 if matrix else None
-    init = None if init is None else init.to(dtype)
+    a, b, init = promoted(a, b, init, starts, matrix)
+    at = b.dim() - 1 if matrix else None
     if starts is not None:
-        b = b if init is None else b + torch.where(starts, recurrences.times(a, init, at), 0)
         return recurrences.run(a, b, starts, dim, reverse, at)
     if init is None:
         init = b.new_zeros(()).expand(*b.shape[:dim], 1, *b.shape[dim + 1 :])
     return recurrences.run(a, b, init, dim, reverse, at)
+
+
+def promoted(
+    a: Tensor, b: Tensor, init: Tensor | None, starts: Tensor | None, matrix: bool
+) -> tuple[Tensor, Tensor, Tensor | None]:
+    """All of one dtype; where there are starts, b has a times init added there."""
+    dtype = functools.reduce(torch.promote_types, (x.dtype for x in (a, b, init) if x is not None))
+    a, b, at = a.to(dtype), b.to(dtype), b.dim() - 1 if matrix else None
+    init = None if init is None else init.to(dtype)
+    if starts is not None and init is not None:
+        b = b + torch.where(starts, recurrences.times(a, init, at), 0)
+    return a, b, init
 
 
 def _factors(a: Any, b: Tensor, shape: list[int], matrix: bool) -> Tensor:

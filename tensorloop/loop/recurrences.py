@@ -34,7 +34,7 @@ def run(a: Tensor, b: Tensor, begin: Tensor, dim: int, reverse: bool, at: int | 
         return _traced(a, b, begin, dim, reverse, at)
     # Under a transform nothing tells whether `a` has a gradient.
     constant = not a.requires_grad and transforms.maybe_level() is None and not transforms.forward_mode()
-    return evaluate(_formula(dim, reverse, at, begin.dtype == torch.bool, constant), a, b, begin)
+    return evaluate(formula_of(dim, reverse, at, begin.dtype == torch.bool, constant), a, b, begin)
 
 
 def times(a: Tensor, x: Tensor, at: int | None) -> Tensor:
@@ -45,7 +45,7 @@ def times(a: Tensor, x: Tensor, at: int | None) -> Tensor:
 
 
 @functools.cache
-def _formula(dim: int, reverse: bool, at: int | None, anew: bool, constant: bool) -> Formula:
+def formula_of(dim: int, reverse: bool, at: int | None, anew: bool, constant: bool) -> Formula:
     """The gradient formula of a recurrence; `anew`: `begin` are starts. With a `constant` factor h is not kept."""
 
     def run_kernel(a: Tensor, b: Tensor, begin: Tensor) -> Tensor:

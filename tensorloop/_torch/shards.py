@@ -1,0 +1,40 @@
+"""DTensors: whether a tensor is one, without loading `torch.distributed.tensor` for that; its parts, and back.
+
+Public names of torch alone; `_local_tensor` is not touched. Tried with torch 2.11 and 2.13.
+"""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+
+def is_sharded(x: Any) -> bool:
+    """Whether `x` is a DTensor. Where nobody has loaded their module there is none."""
+    if type(x) is Tensor or not isinstance(x, Tensor):
+        return False
+    module = sys.modules.get("torch.distributed.tensor")
+    return module is not None and isinstance(x, module.DTensor)
+
+
+def as_dtensor(local: Tensor, like: Any, shape: torch.Size | None = None) -> Any:
+    """A rank's part as a DTensor placed as `like`, of its global shape or another; no message."""
+    shape = like.shape if shape is None else shape
+    strides = torch.empty(shape, device="meta").stride()
+    kind = sys.modules["torch.distributed.tensor"].DTensor
+    return kind.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
+
+
+def replaced(x: Any, dims: Sequence[int | None], summed: Sequence[bool]) -> Tensor:
+    """A rank's part of a DTensor, differentiably: sharded along a dim for each dim of the mesh, or whole (None).
+
+    `summed`: whether ranks along that dim of the mesh each have a share of its gradient, which is `Partial` then.
+    """
+    kinds = sys.modules["torch.distributed.tensor"]
+    wanted = [kinds.Replicate() if d is None else kinds.Shard(d) for d in dims]
+    if list(x.placements) != wanted:
+        x = x.redistribute(placements=wanted)
+    grads = [kinds.Partial() if d is None and add else p for d, p, add in zip(dims, wanted, summed, strict=True)]
+    return x.to_local(grad_placements=grads)
