@@ -10,13 +10,15 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._torch import transforms
+
 
 def is_sharded(x: Any) -> bool:
-    """Whether `x` is a DTensor. Where nobody has loaded their module there is none."""
-    if type(x) is Tensor or not isinstance(x, Tensor):
-        return False
+    """Whether `x` is a DTensor, or a transform of `torch.func` holds one in it. None is where nobody loaded them."""
     module = sys.modules.get("torch.distributed.tensor")
-    return module is not None and isinstance(x, module.DTensor)
+    if module is None or not isinstance(x, Tensor):
+        return False
+    return isinstance(x if transforms.maybe_level() is None else transforms.numbers(x), module.DTensor)
 
 
 def as_dtensor(local: Tensor, like: Any, shape: torch.Size | None = None) -> Any:

@@ -41,8 +41,8 @@ def exclusive_fold(
 
     Gradient: by autograd through fn; to x of the earlier ranks, whose backward has to run too; once. To init: what this
     rank asks for.
-    Cost: one all-gather of x and, backward, one all-reduce of P times its size, for each dtype; a header of 48 bytes; fn
-    is called at most P - 1 times, for P ranks.
+    Cost: for P ranks and each dtype one all-gather of x and, backward, one all-reduce of P times its size; a header of 48
+    bytes from each rank; at most P - 1 calls of fn.
 
     Raises:
         TypeError: a leaf that is no tensor; fn returns another structure, shape or dtype.
@@ -66,7 +66,8 @@ def exclusive_fold(
         for what, found, paths in (("x", leaves, tree.paths), ("init", carry, of_init.paths)):
             for path, leaf in zip(paths, found, strict=True):
                 arguments.dense_tensor(leaf, f"{what}{path}")
-        signature = [*map(words, leaves), tree.paths, reverse, torch.is_grad_enabled()]
+        kinds = [words(f"x{path}", leaf) for path, leaf in zip(tree.paths, leaves, strict=True)]
+        signature = [*kinds, f"reverse={reverse}", f"gradients={torch.is_grad_enabled()}"]
         return (tree, leaves, of_init, carry), signature, [needs_gradient(leaves)]
 
     (tree, leaves, of_init, carry), flags = agree(ranks, prepare)
@@ -117,8 +118,8 @@ def all_gather(x: Tensor, *, dim: int = 0, group: Any = None) -> Tensor:
         if not -x.dim() <= at < x.dim():
             raise WrongValue(f"x has no dim {at} to join: its shape is {tuple(x.shape)}; x.unsqueeze(0) gives it one")
         at %= x.dim()
-        rest = words(x.narrow(at, 0, 0))
-        return at, [rest, at, torch.is_grad_enabled()], [needs_gradient([x]), x.shape[at]]
+        signature = [words("x", x, at), f"dim={at}", f"gradients={torch.is_grad_enabled()}"]
+        return at, signature, [needs_gradient([x]), x.shape[at]]
 
     at, rows = agree(ranks, prepare)
     longest = max(n for _, n in rows)
@@ -175,7 +176,7 @@ class _Gather(torch.autograd.Function):
             found = ctx.ranks.sum(grad)[ctx.ranks.rank]
         except Misuse as fact:
             raise fact.named(f"{ctx.ranks.name}, in backward") from fact.__cause__
-        return None, once(ctx.ranks.name, found), None
+        return None, once(ctx.ranks.name, found, grad), None
 
 
 class _Tie(torch.autograd.Function):
@@ -191,20 +192,20 @@ class _Tie(torch.autograd.Function):
         return grad, *(torch.zeros(shape, dtype=dtype, device=device) for shape, dtype, device in ctx.others)
 
 
-def once(name: str, x: Tensor) -> Tensor:
-    """A gradient that came from other ranks: where backward is recorded, its own is refused."""
-    return _Once.apply(name, x.requires_grad_()) if torch.is_grad_enabled() else x  # pyright: ignore[reportReturnType]
+def once(name: str, x: Tensor, *made_of: Tensor | None) -> Tensor:
+    """A gradient that came from other ranks: where backward is recorded, that of it is refused."""
+    return _Once.apply(name, x, *made_of) if torch.is_grad_enabled() else x  # pyright: ignore[reportReturnType]
 
 
 class _Once(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, name: str, x: Tensor) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
+    def forward(ctx: Any, name: str, x: Tensor, *made_of: Tensor | None) -> Tensor:  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx.name = name
         return x.view_as(x)
 
     @staticmethod
     def backward(ctx: Any, *grads: Tensor) -> Any:  # pyright: ignore[reportIncompatibleMethodOverride]
         raise RuntimeError(
-            f"{ctx.name}: over several ranks it has first derivatives alone; where a second one is needed, gather the "
-            "tensors (full_tensor()) and compute on one rank"
+            f"{ctx.name}: it has first derivatives alone where ranks share it; for a second one gather the tensors, "
+            "full_tensor(), and compute it on each rank"
         )

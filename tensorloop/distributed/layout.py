@@ -64,9 +64,13 @@ def find_layout(name: str, what: str, x: Any, dim: int, layout: Any) -> Layout:
     along = [i for i, p in enumerate(x.placements) if p.is_shard() and p.dim % x.dim() == dim]
     mesh = x.device_mesh
     if len(along) > 1:
-        raise WrongValue(f"dims {along} of the mesh both shard dim {dim} of {what}; flatten them into one: mesh._flatten")
+        raise WrongValue(
+            f"dims {along} of the mesh both shard dim {dim} of {what}; flatten them into one: mesh._flatten"
+        )
     if any(p.is_partial() for p in x.placements):
-        raise WrongValue(f"{what} is a sum that is still to be made, placed {x.placements}; {what}.redistribute() first")
+        raise WrongValue(
+            f"{what} is a sum that is still to be made, placed {x.placements}; {what}.redistribute() first"
+        )
     try:
         ranks = find_ranks(mesh.get_group(along[0]), x.device, name) if along else Ranks(None, 0, 1, x.device, name)
     except AssertionError as error:
@@ -74,18 +78,24 @@ def find_layout(name: str, what: str, x: Any, dim: int, layout: Any) -> Layout:
     return Layout(x, dim, ranks, layout == "zigzag" and ranks.size > 1)
 
 
-def aligned(x: Any, what: str, place: Layout, more: int = 0, without_time: bool = False) -> Tensor:
+def check_mesh(place: Layout, **given: Any) -> None:
+    """Refuses a tensor that is no DTensor on the mesh of the layout's."""
+    mesh = place.like.device_mesh
+    for what, x in given.items():
+        if isinstance(x, Tensor) and (not is_sharded(x) or x.device_mesh != mesh):
+            came = f"one on {x.device_mesh}" if is_sharded(x) else describe(x)
+            raise WrongType(
+                f"{what} must be a number or a DTensor on the mesh of b, {mesh}, got {came}; "
+                f"distribute_tensor({what}, mesh, placements) places it, [Replicate()] whole on every rank"
+            )
+
+
+def aligned(x: Any, place: Layout, more: int = 0, without_time: bool = False) -> Tensor:
     """This rank's part of a DTensor that broadcasts to the layout's: sharded where its dims are, differentiably.
 
     `more`: dims that it has at the end beyond those, as matrices have; less than 0 for fewer.
     """
     like = place.like
-    if not is_sharded(x) or x.device_mesh != like.device_mesh:
-        came = f"on another mesh, {x.device_mesh}" if is_sharded(x) else describe(x)
-        raise WrongType(
-            f"{what} must be a DTensor on the mesh of b, {like.device_mesh}, got {came}; "
-            f"distribute_tensor({what}, mesh, placements) places it, [Replicate()] everywhere"
-        )
     dims: list[int | None] = []
     for placement in like.placements:
         at = None

@@ -15,7 +15,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from tensorloop._common.arguments import describe
 from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue
 
 R = TypeVar("R")
@@ -88,12 +87,10 @@ def find_ranks(group: Any, device: torch.device | None, name: str) -> Ranks:
         raise Misuse("torch.distributed has no group here; call init_process_group first, or give group=")
     group = dist.group.WORLD if group is None else group
     try:
-        rank, size = dist.get_rank(group), dist.get_world_size(group)
+        rank, size = dist.get_group_rank(group, dist.get_rank()), dist.get_world_size(group)
         cpu = device is None and dist.get_backend(group) != "nccl"
     except (RuntimeError, ValueError, AssertionError) as error:
-        raise Misuse(f"group is of no use any more, it may have been destroyed: {error}") from None
-    if rank < 0:
-        raise Misuse("this process is not in the group; only its members may call")
+        raise Misuse(f"group is of no use here: it was destroyed, or this process is not in it: {error}") from None
     return Ranks(group, rank, size, device or torch.device("cpu" if cpu else "cuda"), name)
 
 
@@ -136,8 +133,9 @@ def _refuse(ranks: Ranks, text: str, fact: Fact | None) -> None:
     raise WrongValue(f"the ranks did not make the same call; nothing was computed:{calls}")
 
 
-def words(x: Any) -> str:
-    """A tensor's shape and dtype for a signature, or the value itself."""
-    if isinstance(x, Tensor):
-        return f"{tuple(x.shape)} {str(x.dtype).removeprefix('torch.')}"
-    return describe(x) if x is not None else "None"
+def words(name: str, x: Tensor | None, dim: int | None = None) -> str:
+    """A tensor's shape, `*` for a size that ranks need not share, and dtype, for a signature."""
+    if x is None:
+        return f"no {name}"
+    sizes = ["*" if i == dim else str(n) for i, n in enumerate(x.shape)]
+    return f"{name} ({', '.join(sizes)}) {str(x.dtype).removeprefix('torch.')}"

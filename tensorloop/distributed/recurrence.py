@@ -18,7 +18,7 @@ from tensorloop._common.errors import Misuse, WrongValue
 from tensorloop._torch.formula import Formula
 from tensorloop._torch.shards import as_dtensor, is_sharded
 from tensorloop.distributed.fold import needs_gradient, once
-from tensorloop.distributed.layout import Layout, aligned, find_layout
+from tensorloop.distributed.layout import Layout, aligned, check_mesh, find_layout
 from tensorloop.distributed.ranks import agree, as_bytes, words
 from tensorloop.distributed.scaled import Scaled, product, times_power
 from tensorloop.loop import linear as steps
@@ -43,8 +43,14 @@ def linear(a: Any, b: Any, init: Any, dim: int, reverse: bool, matrix: bool, res
             raise WrongValue(
                 f"b has {part.shape[dim]} steps on this rank, which zigzag cuts in two of one length; deal an even number"
             )
-        step = [words(x if x is None or x.dim() <= dim else x.narrow(dim, 0, 0)) for x in found[:4]]
-        options = [dim, reverse, matrix, layout, packed, shared, torch.is_grad_enabled()]
+        # Of what is by row, packed, the rows are part of the signature: all ranks have all.
+        step = [
+            words(what, x, dim if x is not None and x.dim() == part.dim() + (what == "a" and matrix) else None)
+            for what, x in zip(("a", "b", "init", "resets"), found, strict=False)
+        ]
+        flags = {"reverse": reverse, "matrix": matrix, "packed": packed, "one factor": shared}
+        flags |= {"gradients": torch.is_grad_enabled()}
+        options = [f"dim={dim}", f"layout={layout}", *(f"{name}={on}" for name, on in flags.items())]
         needs = needs_gradient([x for x in found[:3] if x is not None])
         return (found, shared), [*step, *options], [needs, part.shape[dim]]
 
@@ -52,6 +58,10 @@ def linear(a: Any, b: Any, init: Any, dim: int, reverse: bool, matrix: bool, res
     if packed:
         found = _begin_rows(found, b._dim, [n for _, n in rows], place.ranks.rank, reverse)
     factors, part, init, starts = found
+    if place.ranks.size == 1:
+        starts = starts if starts is None or packed else steps.begun(starts, part, dim, reverse)
+        h = as_dtensor(steps.run_steps(factors, part, init, starts, dim, reverse, matrix), values)
+        return b._with(h) if packed else h
     factors, part, init = steps.promoted(factors, part, init, starts, matrix)
     if packed or init is None:
         init = part.new_zeros(()).expand(*part.shape[:dim], 1, *part.shape[dim + 1 :])
@@ -59,34 +69,37 @@ def linear(a: Any, b: Any, init: Any, dim: int, reverse: bool, matrix: bool, res
         starts = starts.expand(*starts.shape[:dim], part.shape[dim], *starts.shape[dim + 1 :])
     call = _Call(place, dim, reverse, part.dim() - 1 if matrix else None, shared)
     recorded = torch.zeros((), requires_grad=any(row[0] for row in rows), device=part.device)
-    h: Any = _InShards.apply(call, factors, part, init, starts, recorded)
-    h = as_dtensor(h, values)
+    h = as_dtensor(_InShards.apply(call, factors, part, init, starts, recorded), values)  # pyright: ignore[reportArgumentType]
     return b._with(h) if packed else h
 
 
 def _dense_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: Layout) -> tuple[Any, bool]:
     """(a, b, init, resets) of this rank, all with the dims of b; whether one factor is for all steps."""
 
+    check_mesh(place, a=a, init=init, resets=resets)
+
     def stand_in(x: Any) -> Any:
         return torch.empty(x.shape, dtype=x.dtype, device="meta") if is_sharded(x) else x
 
     whole = steps.dense_steps(*map(stand_in, (a, b, init, resets)), place.dim, matrix)  # checks what was given
-    a = aligned(a, "a", place, 1 if matrix else 0) if isinstance(a, Tensor) else a
-    init = aligned(init, "init", place, without_time=True) if isinstance(init, Tensor) else init
-    resets = aligned(resets, "resets", place, -1 if matrix else 0) if isinstance(resets, Tensor) else resets
+    a = aligned(a, place, 1 if matrix else 0) if isinstance(a, Tensor) else a
+    init = aligned(init, place, without_time=True) if isinstance(init, Tensor) else init
+    resets = aligned(resets, place, -1 if matrix else 0) if isinstance(resets, Tensor) else resets
     return steps.dense_steps(a, b.to_local(), init, resets, place.dim, matrix)[:4], whole[0].shape[place.dim] == 1
 
 
 def _packed_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: Layout) -> tuple[Any, bool]:
     """(a, values, init, resets, whether a is by entry) of this rank, of which by row is whole."""
 
-    def part(x: Any, what: str, more: int, without_time: bool = False) -> Any:
-        if is_packed(x):
-            return x._with(aligned(x.values, f"{what}.values", place, more))
-        return aligned(x, what, place, more, without_time) if isinstance(x, Tensor) else x
+    check_mesh(place, **{k: getattr(x, "values", x) for k, x in (("a", a), ("init", init), ("resets", resets))})
 
-    a, init = part(a, "a", 1 if matrix else 0), part(init, "init", 0, True)
-    resets = part(resets, "resets", -1 if matrix else 0)
+    def part(x: Any, more: int, without_time: bool = False) -> Any:
+        if is_packed(x):
+            return x._with(aligned(x.values, place, more))
+        return aligned(x, place, more, without_time) if isinstance(x, Tensor) else x
+
+    a, init = part(a, 1 if matrix else 0), part(init, 0, True)
+    resets = part(resets, -1 if matrix else 0)
     found = steps.packed_steps(a, b._with(b.values.to_local()), init, resets, matrix)
     return found, not found[-1] and len(found[0]) == 1
 
@@ -253,9 +266,8 @@ class _InShards(torch.autograd.Function):
                 s = call.last(call.run(c, zero)) if len_of(c, call) else zero
                 summaries.append(_Summary(call.factors(c), s))
         enters, before = {0: init}, init
-        if end:
-            for number, summary in enumerate(call.exchange(summaries, False)):
-                before = enters[number + 1] = summary.of(before, call.at)
+        for number, summary in enumerate(call.exchange(summaries, False)):
+            before = enters[number + 1] = summary.of(before, call.at)
         for c in chunks:
             if c.number:
                 found[c.number] = call.run(c, enters[c.number])
@@ -273,7 +285,8 @@ class _InShards(torch.autograd.Function):
                 found = _InShards.differentiate(ctx, grad)
             except Misuse as fact:
                 raise fact.named("linear_recurrence, in backward") from fact.__cause__
-        of_a, of_b, of_init = (None if x is None else once("linear_recurrence", x) for x in found)
+        a, h, *_ = ctx.saved_tensors
+        of_a, of_b, of_init = (None if x is None else once("linear_recurrence", x, grad, a, h) for x in found)
         return None, of_a, of_b, of_init, None, None
 
     @staticmethod
@@ -299,9 +312,8 @@ class _InShards(torch.autograd.Function):
                 asked = call.vjp(c, g, before, of_h, True)[2]
                 summaries.append(_Summary(Scaled(numbers, f.exponents), asked))
         asks, after = {}, torch.zeros_like(enters[0])
-        if end:
-            for back, summary in enumerate(call.exchange(summaries, True)):
-                after = asks[end - back - 1] = summary.of(after, call.at)
+        for back, summary in enumerate(call.exchange(summaries, True)):
+            after = asks[end - back - 1] = summary.of(after, call.at)
         for c, g, before, of_h in zip(chunks, grads, enters, hs, strict=True):
             if c.number == end:
                 continue

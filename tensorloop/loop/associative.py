@@ -10,15 +10,17 @@ the first element of the next chunk.
 
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any, TypeVar
+from typing import Any, Literal, TypeVar
 
 import torch
 from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongType, WrongValue, named
+from tensorloop._common.faces import late
 from tensorloop._common.pytree import Tree, leaves_with_paths
 from tensorloop._common.scope import unrecorded
+from tensorloop._torch.shards import is_sharded
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.advice import of_slabs
 from tensorloop.loop.called import Called, check_callable
@@ -38,12 +40,19 @@ from tensorloop.loop.slices import Slices
 from tensorloop.packed.table.base import any_packed
 from tensorloop.schedule import Schedule
 
+_in_shards = late("distributed.prefixes", "associative")
 Xs = TypeVar("Xs")
 
 
 @named("associative_scan")
 def associative_scan(
-    fn: Callable[[Xs, Xs], Xs], xs: Xs, *, dim: int = 0, reverse: bool = False, checkpoints: int | None = None
+    fn: Callable[[Xs, Xs], Xs],
+    xs: Xs,
+    *,
+    dim: int = 0,
+    reverse: bool = False,
+    checkpoints: int | None = None,
+    layout: Literal["contiguous", "zigzag"] = "contiguous",
 ) -> Xs:
     """Combines the elements of xs with an associative fn, and returns all partial results in O(log T) calls of fn.
 
@@ -61,11 +70,16 @@ def associative_scan(
         checkpoints: int or None. None (default) keeps what fn saves for all pairs. K cuts xs into K chunks: kept are K
             elements and nothing that fn computes, and backward runs one chunk at a time again. 4 to 32 is a good
             number.
+        layout: "contiguous" (default) or "zigzag", how ranks have the steps of DTensors: see `linear_recurrence`.
 
     Returns:
         A tree like xs, of the same shapes and dtypes, which shares no memory with it. With T < 2 it equals xs and fn is
             not
         called.
+
+    DTensors: xs may be a tree of them, whose dim `dim` one dim of the mesh shards. fn sees this rank's part, as plain
+    tensors, and so do tensors that it closes over: their gradients are this rank's share. Each rank scans its part,
+    sends one element, folds those of the ranks before, and puts the result in front of its own.
 
     Gradient: by autograd through fn, to xs and to all that fn closes over; second order, forward mode and `torch.func`
     likewise. A `detach` in fn cuts where pairs are combined, which is not at each t.
@@ -96,8 +110,18 @@ def associative_scan(
     if any_packed(xs):
         raise WrongType("xs is packed, and would be combined across its rows; scan .pad() along dim=1")
     checkpoints = None if checkpoints is None else _as_count(checkpoints)
+    given = leaves_with_paths(xs)
+    if any(is_sharded(x) for _, x in given):
+        return _in_shards(fn, xs, dim, reverse, checkpoints, layout)
+    if layout != "contiguous":
+        raise WrongValue(f"layout is {layout!r}, which is for DTensors, and there is none in xs; leave it out")
+    ys = scan_leaves(combiner(fn, xs), put_loop_dim_first(given, dim), checkpoints, reverse)
+    return Tree(xs).unflatten([put_loop_dim_at(y, dim) for y in ys])
+
+
+def combiner(fn: Callable[[Any, Any], Any], xs: Any) -> Callable[[Leaves, Leaves], Leaves]:
+    """The user's fn on leaves, and what is checked of it."""
     tree = Tree(xs)
-    leaves = put_loop_dim_first(leaves_with_paths(xs), dim)
 
     def combine(a: Leaves, b: Leaves) -> Leaves:
         with _unrecorded():
@@ -113,16 +137,22 @@ def associative_scan(
                 raise Misuse("fn changed an argument in place under no_grad, so xs or ys too; clone() it")
             return flatten_like(was, tree, out, f"fn must return slabs like those it gets, of {len(a[0])} pairs")
 
+    return combine
+
+
+def scan_leaves(
+    combine: Callable[[Leaves, Leaves], Leaves], leaves: Leaves, checkpoints: int | None, reverse: bool
+) -> Leaves:
+    """All partial results of leaves (T, *F)."""
+    if len(leaves[0]) < 2:
+        return [x.clone() for x in leaves]
+
     def prefixes(xs: Leaves) -> Leaves:
         return _combine_prefixes(combine, xs)
 
-    if len(leaves[0]) < 2:
-        ys = [x.clone() for x in leaves]
-    elif checkpoints is not None:
-        ys = _in_chunks(prefixes, leaves, checkpoints, reverse)
-    else:
-        ys = _in_order(prefixes(_in_order(leaves, reverse)), reverse)
-    return tree.unflatten([put_loop_dim_at(y, dim) for y in ys])
+    if checkpoints is not None:
+        return _in_chunks(prefixes, leaves, checkpoints, reverse)
+    return _in_order(prefixes(_in_order(leaves, reverse)), reverse)
 
 
 def _as_count(checkpoints: Any) -> int:

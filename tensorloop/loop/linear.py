@@ -123,12 +123,12 @@ def linear_recurrence(
         check_gradient(a, b)
         ragged, steps = b._dim, packed_steps(a, b, init, resets, matrix)
         positions, ids = ragged._positions, ragged._row_ids
-        found: Any = _run(*of_rows(*steps, ragged, positions, ids, reverse), 0, reverse, matrix)
+        found: Any = run_steps(*of_rows(*steps, ragged, positions, ids, reverse), 0, reverse, matrix)
         return b._with(found)
     a, b, init, resets, dim = dense_steps(a, b, init, resets, dim, matrix)
     if resets is not None:
         resets = begun(resets, b, dim, reverse)
-    return _run(a, b, init, resets, dim, reverse, matrix)  # pyright: ignore[reportReturnType]
+    return run_steps(a, b, init, resets, dim, reverse, matrix)  # pyright: ignore[reportReturnType]
 
 
 def dense_steps(
@@ -203,7 +203,7 @@ def of_rows(
     return a if by_entry else by_row(a), values, None if init is None else by_row(init), starts
 
 
-def _run(
+def run_steps(
     a: Tensor, b: Tensor, init: Tensor | None, starts: Tensor | None, dim: int, reverse: bool, matrix: bool
 ) -> Tensor:
     """All of b's rank, `a` of one more with matrices; with `starts` a has init for each step, or for all."""

@@ -4,14 +4,8 @@ Both processes run every program once, in the order of PROGRAMS, and leave what 
 at one of them and compares it with one process on the joined batch.
 """
 
-import multiprocessing
-import sys
-import time
-import traceback
-import warnings
 from collections import Counter
 from collections.abc import Callable
-from datetime import timedelta
 from pathlib import Path
 from typing import Any
 
@@ -20,10 +14,10 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
-from torch.utils._pytree import tree_map
 
 import tensorloop as tl
 from tests.support.loop_cases import with_and_without_checkpoints
+from tests.support.processes import found_by, run_together
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")  # its processes have no device
 
@@ -31,7 +25,6 @@ WORLD = 2
 T, B, F = 7, 6, 4
 D = torch.float64
 SECONDS = 60  # for all programs together; a deadlock ends here, or at the collective's own limit
-COLLECTIVE_SECONDS = 20
 CHECKPOINTS = [None, 1, 3]
 
 
@@ -274,56 +267,11 @@ PROGRAMS: list[Callable[[int], Any]] = [
 # -- the two processes
 
 
-def work(rank: int, folder: Path, programs: list[Callable[[int], Any]]) -> None:
-    """One process: what each program found, or how it failed, in a file of its own."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("error")
-    method = f"file://{folder / 'meeting'}"
-    limit = timedelta(seconds=COLLECTIVE_SECONDS)
-    dist.init_process_group("gloo", init_method=method, rank=rank, world_size=WORLD, timeout=limit)
-    for program in programs:
-        path = folder / f"{program.__name__}.{rank}"
-        try:
-            found = program(rank)
-        except Exception:
-            path.with_suffix(f".{rank}.error").write_text(traceback.format_exc())
-            sys.exit(1)
-        torch.save(tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, found), path)
-    dist.destroy_process_group()
-
-
-def run_together(folder: Path, programs: list[Callable[[int], Any]], seconds: float) -> None:
-    """Runs the programs in WORLD processes; kills those that are not done in time, or when another has failed."""
-    spawn = multiprocessing.get_context("spawn")
-    processes = [spawn.Process(target=work, args=(rank, folder, programs), daemon=True) for rank in range(WORLD)]
-    for process in processes:
-        process.start()
-    end = time.monotonic() + seconds
-    try:
-        while time.monotonic() < end and any(process.is_alive() for process in processes):
-            if any(process.exitcode for process in processes):
-                break
-            time.sleep(0.05)
-    finally:
-        for process in processes:
-            process.kill()
-            process.join(5)
-
-
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("processes")
     run_together(folder, PROGRAMS, SECONDS)
     return folder
-
-
-def found_by(folder: Path, program: Callable[[int], Any]) -> list[Any]:
-    """What each process found; the test fails where one did not come to an end."""
-    paths = [folder / f"{program.__name__}.{rank}" for rank in range(WORLD)]
-    errors = [path.read_text() for path in sorted(folder.glob("*.error"))]
-    if not all(path.exists() for path in paths):
-        pytest.fail(f"{program.__name__} did not end in every process\n" + "\n".join(errors))
-    return [torch.load(path, weights_only=False) for path in paths]
 
 
 def of_one_process(module: nn.Module, *given: Tensor) -> dict[str, Tensor]:
