@@ -4,11 +4,13 @@ Public names of torch alone; `_local_tensor` is not touched. Tried with torch 2.
 """
 
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
+from torch.nn.modules.module import register_module_forward_pre_hook
 
 from tensorloop._torch import transforms
 
@@ -19,6 +21,22 @@ def is_sharded(x: Any) -> bool:
     if module is None or not isinstance(x, Tensor):
         return False
     return isinstance(x if transforms.maybe_level() is None else transforms.numbers(x), module.DTensor)
+
+
+def without_fsdp(refuse: Callable[[str], Exception]) -> AbstractContextManager[Any]:
+    """Inside, a module of FSDP is refused before it prepares itself for a call, which must not be left half done.
+
+    `refuse` is called with the name of its class.
+    """
+    module = sys.modules.get("torch.distributed.fsdp")
+    if module is None or not torch.distributed.is_initialized():
+        return nullcontext()
+
+    def look(called: Any, args: Any) -> None:
+        if isinstance(called, (module.FSDPModule, module.FullyShardedDataParallel)):
+            raise refuse(type(called).__name__)
+
+    return register_module_forward_pre_hook(look)
 
 
 def as_dtensor(local: Tensor, like: Any, shape: torch.Size | None = None) -> Any:

@@ -41,8 +41,8 @@ def exclusive_fold(
 
     Gradient: by autograd through fn; to x of the earlier ranks, whose backward has to run too; once. To init: what this
     rank asks for.
-    Cost: for P ranks and each dtype one all-gather of x and, backward, one all-reduce of P times its size; a header of 48
-    bytes from each rank; at most P - 1 calls of fn.
+    Cost: for P ranks and each dtype one all-gather of x and, backward, one all-reduce of P times its size; a header of
+    48 bytes from each rank; at most P - 1 calls of fn.
 
     Raises:
         TypeError: a leaf that is no tensor; fn returns another structure, shape or dtype.

@@ -36,7 +36,13 @@ class Layout(NamedTuple):
 
     @property
     def count(self) -> int:
+        """The number of chunks of all ranks."""
         return self.ranks.size * (2 if self.zigzag else 1)
+
+    def check_even(self, what: str, n: int) -> None:
+        """Refuses an odd number of steps in zigzag."""
+        if self.zigzag and n % 2:
+            raise WrongValue(f"{what} has {n} steps on this rank, which zigzag cuts in two; give it an even number")
 
     def cut(self, x: Tensor, dim: int) -> list[Tensor]:
         """A rank's part, of time along `dim`, as its chunks; views."""
@@ -46,7 +52,9 @@ class Layout(NamedTuple):
         """What each rank has of its chunks, in the order of the chunks."""
         found: list[Any] = [None] * self.count
         for rank, parts in enumerate(of_ranks):
-            for chunk, part in zip(self._replace(ranks=self.ranks._replace(rank=rank)).chunks(reverse), parts):
+            for chunk, part in zip(
+                self._replace(ranks=self.ranks._replace(rank=rank)).chunks(reverse), parts, strict=True
+            ):
                 found[chunk] = part
         return found
 
@@ -55,7 +63,8 @@ def find_layout(name: str, what: str, x: Any, dim: int, layout: Any) -> Layout:
     """The layout of the time dim of `x`; where no mesh dim shards it, of one rank."""
     if not is_sharded(x):
         raise WrongType(
-            f"{what} is {describe(x)}, and another argument a DTensor; place it with distribute_tensor({what}, mesh, ...)"
+            f"{what} is {describe(x)}, and another argument a DTensor; "
+            f"distribute_tensor({what}, mesh, placements) places it"
         )
     if transforms.maybe_level() is not None or transforms.forward_mode() or torch.compiler.is_compiling():
         raise Misuse("DTensors are taken eagerly, not under torch.func, forward mode or torch.compile; call it outside")
@@ -64,13 +73,9 @@ def find_layout(name: str, what: str, x: Any, dim: int, layout: Any) -> Layout:
     along = [i for i, p in enumerate(x.placements) if p.is_shard() and p.dim % x.dim() == dim]
     mesh = x.device_mesh
     if len(along) > 1:
-        raise WrongValue(
-            f"dims {along} of the mesh both shard dim {dim} of {what}; flatten them into one: mesh._flatten"
-        )
+        raise WrongValue(f"dims {along} of the mesh both shard dim {dim} of {what}; use a mesh where they are one dim")
     if any(p.is_partial() for p in x.placements):
-        raise WrongValue(
-            f"{what} is a sum that is still to be made, placed {x.placements}; {what}.redistribute() first"
-        )
+        raise WrongValue(f"{what} is a sum still to be made, placed {x.placements}; redistribute() it first")
     try:
         ranks = find_ranks(mesh.get_group(along[0]), x.device, name) if along else Ranks(None, 0, 1, x.device, name)
     except AssertionError as error:

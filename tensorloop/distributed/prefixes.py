@@ -40,13 +40,10 @@ def associative(fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool,
         for path, x, place, whole in zip(tree.paths, parts, places, given, strict=True):
             if len(x) != n or place.ranks.group is not ranks.group:
                 raise WrongValue(
-                    f"xs{path} has {len(x)} of {whole.shape[place.dim]} steps on this rank, xs{tree.paths[0]} has {n} of "
-                    f"{given[0].shape[places[0].dim]}; place all leaves alike along dim {dim}"
+                    f"xs{path} has {len(x)} of {whole.shape[place.dim]} steps on this rank, xs{tree.paths[0]} has {n} "
+                    f"of {given[0].shape[places[0].dim]}; place all leaves alike along dim {dim}"
                 )
-        if places[0].zigzag and n % 2:
-            raise WrongValue(
-                f"xs has {n} steps on this rank, which zigzag cuts in two of one length; deal an even number"
-            )
+        places[0].check_even("xs", n)
         kinds = [words(f"xs{path}", x, 0) for path, x in zip(tree.paths, parts, strict=True)]
         options = [f"dim={dim}", f"reverse={reverse}", f"layout={layout}", f"gradients={torch.is_grad_enabled()}"]
         return parts, [*kinds, *options], [needs_gradient(parts), n]

@@ -39,10 +39,7 @@ def linear(a: Any, b: Any, init: Any, dim: int, reverse: bool, matrix: bool, res
         parts = _packed_parts if packed else _dense_parts
         found, shared = parts(a, b, init, resets, matrix, place)
         part = found[1]
-        if place.zigzag and part.shape[dim] % 2:
-            raise WrongValue(
-                f"b has {part.shape[dim]} steps on this rank, which zigzag cuts in two of one length; deal an even number"
-            )
+        place.check_even("b", part.shape[dim])
         # Of what is by row, packed, the rows are part of the signature: all ranks have all.
         step = [
             words(what, x, dim if x is not None and x.dim() == part.dim() + (what == "a" and matrix) else None)
@@ -109,7 +106,7 @@ def _begin_rows(found: Any, ragged: Any, lens: list[int], rank: int, reverse: bo
     if sum(lens) != ragged.total:
         raise WrongValue(f"the ranks have {sum(lens)} entries together, and the lens of b sum to {ragged.total}")
     here = slice(sum(lens[:rank]), sum(lens[: rank + 1]))
-    return steps.of_rows(*found, ragged, ragged._positions[here], ragged._row_ids[here], reverse)
+    return steps.of_rows(found, ragged, ragged._positions[here], ragged._row_ids[here], reverse)
 
 
 class _Chunk(NamedTuple):
@@ -332,7 +329,9 @@ class _InShards(torch.autograd.Function):
         if constant:
             return None, of_b, of_init
         parts = [x[0] for x in in_place]
-        of_a = sum(parts[1:], parts[0]) if call.shared else torch.cat(parts, call.dim) if parts[1:] else parts[0]
+        of_a: Tensor = (
+            sum(parts[1:], parts[0]) if call.shared else torch.cat(parts, call.dim) if parts[1:] else parts[0]
+        )
         return of_a, of_b, of_init
 
 

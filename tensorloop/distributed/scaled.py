@@ -23,6 +23,7 @@ class Scaled(NamedTuple):
         return Scaled(found.numbers, found.exponents + self.exponents + first.exponents)
 
     def take(self, at: slice) -> "Scaled":
+        """Some of them, along the first dim."""
         return Scaled(self.numbers[at], self.exponents[at])
 
 

@@ -114,21 +114,22 @@ def linear_recurrence(
     arguments.as_bool(reverse, "reverse")
     arguments.as_bool(matrix, "matrix")
     dim = 1 if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
-    if any(is_sharded(x.values if is_packed(x) else x) for x in (a, b, init, resets)):
+    given: tuple[Any, ...] = a, b, init, resets
+    if any(is_sharded(x.values if is_packed(x) else x) for x in given):
         around.check_whole("linear_recurrence")
         return _in_shards(a, b, init, dim, reverse, matrix, resets, layout)
     if layout != "contiguous":
         raise WrongValue(f"layout is {layout!r}, which is for DTensors, and there is none here; leave it out")
     if is_packed(b):
         check_gradient(a, b)
-        ragged, steps = b._dim, packed_steps(a, b, init, resets, matrix)
-        positions, ids = ragged._positions, ragged._row_ids
-        found: Any = run_steps(*of_rows(*steps, ragged, positions, ids, reverse), 0, reverse, matrix)
-        return b._with(found)
-    a, b, init, resets, dim = dense_steps(a, b, init, resets, dim, matrix)
-    if resets is not None:
-        resets = begun(resets, b, dim, reverse)
-    return run_steps(a, b, init, resets, dim, reverse, matrix)  # pyright: ignore[reportReturnType]
+        rows: Any = b
+        steps = of_rows(packed_steps(*given, matrix), rows._dim, rows._dim._positions, rows._dim._row_ids, reverse)
+        return rows._with(run_steps(*steps, 0, reverse, matrix))
+    *given, dim = dense_steps(*given, dim, matrix)
+    if given[3] is not None:
+        given[3] = begun(given[3], given[1], dim, reverse)
+    found: Any = run_steps(*given, dim, reverse, matrix)
+    return found
 
 
 def dense_steps(
@@ -181,17 +182,10 @@ def packed_steps(a: Any, b: Any, init: Any, resets: Any, matrix: bool) -> tuple[
 
 
 def of_rows(
-    a: Tensor,
-    values: Tensor,
-    init: Tensor | None,
-    resets: Tensor | None,
-    by_entry: bool,
-    ragged: Dim,
-    positions: Tensor,
-    ids: Tensor,
-    reverse: bool,
+    steps: tuple[Any, Tensor, Any, Any, bool], ragged: Dim, positions: Tensor, ids: Tensor, reverse: bool
 ) -> tuple[Tensor, Tensor, Tensor | None, Tensor]:
     """The steps of these entries, all or a part of them: rows begin anew, as the recurrence of the values would not."""
+    a, values, init, resets, by_entry = steps
 
     def by_row(x: Tensor) -> Tensor:
         """(B or 1, 1, *F) as it stands beside the values."""

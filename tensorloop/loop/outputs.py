@@ -11,6 +11,7 @@ from tensorloop._common.errors import Misuse, WrongType
 from tensorloop._common.scope import here
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import plain_mode
+from tensorloop._torch.shards import is_sharded
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.carry import describe, dtype_of_number
 from tensorloop.packed.table.base import any_packed
@@ -182,7 +183,7 @@ class Column:
             kept = transforms.maybe_level() is None and not y.is_inference() and not here.looks
             self.waiting.append(y if kept else y.clone())
             self.versions.append(read_version(y) if kept else None)
-        elif self.waiting:
+        elif self.waiting or (type(y) is not Tensor and is_sharded(y)):  # torch stacks the parts of each rank
             self.waiting.append(y.detach().clone())
             self.versions.append(None)
         else:
@@ -191,6 +192,10 @@ class Column:
 
     def extend(self, ys: Sequence[Tensor]) -> None:
         """Copies outputs that carry no gradient."""
+        if type(ys[0]) is not Tensor and is_sharded(ys[0]):
+            for y in ys:
+                self.append(y.detach())
+            return
         end = self.copied + len(ys)
         torch.stack([*map(Tensor.detach, ys)], out=self._room(ys[0], len(ys))[self.copied : end])
         self.copied = end

@@ -14,6 +14,7 @@ from tensorloop._common.errors import WrongType
 from tensorloop._common.scope import here, unrecorded
 from tensorloop._torch import transforms
 from tensorloop._torch.grad_modes import without_graph
+from tensorloop._torch.shards import is_sharded
 from tensorloop.loop import stopped_rows
 from tensorloop.loop.carry import first_without_rows
 from tensorloop.loop.context import CutContext, values_of
@@ -41,6 +42,11 @@ class ConditionalLoop(Loop):
             self.going = self.truth(answer, "cond_fn")
             return self
         if answer.dim():
+            if is_sharded(answer):
+                raise WrongType(
+                    "cond_fn gave a bool for each row of a DTensor, which ranks would stop at other steps; run the "
+                    "loop on each rank's own rows, x.to_local(), or end it by one bool, answer.any()"
+                )
             if self.taken:
                 raise WrongType(f"cond_fn gave one bool before, and at step {self.taken} {describe(answer)}")
             need_rows(self, state, len(answer), "cond_fn gave a bool for each of", with_context=self.compact)

@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from tensorloop._common.errors import named
+from tensorloop._common.errors import WrongType, named
 from tensorloop._torch.grad_modes import recording
 from tensorloop.tensor_array.array import TensorArray
 from tensorloop.tensor_array.block import Block
@@ -138,7 +138,11 @@ def close_version(array: TensorArray, before: Version | None = None) -> tuple[Ve
     blank = with_store(array, None)
     if store is None:
         return Version(blank, None, 0, False), None
-    assert isinstance(store, Buffer)
+    if not isinstance(store, Buffer):
+        raise WrongType(
+            "with checkpoints an array in the carry holds plain tensors, and this one holds others, such as "
+            "DTensors; give them as ys, or leave checkpoints out"
+        )
     store.flush()
     if type(store) is LoopBuffer and store.turn == store.undo.turn:
         undo = store.undo

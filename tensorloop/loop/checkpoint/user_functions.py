@@ -10,6 +10,7 @@ from tensorloop._common.errors import Misuse
 from tensorloop._common.scope import here
 from tensorloop._torch import engine
 from tensorloop._torch.overrides import unseen
+from tensorloop._torch.shards import without_fsdp
 from tensorloop._torch.versions import read_version
 from tensorloop.loop.checkpoint.captures import Captures
 from tensorloop.loop.checkpoint.constants import Constants
@@ -52,12 +53,19 @@ class Watched:
             if not self.on:
                 return self.body(*args)
             here.recorder = self.captures
-            with self.captures:
+            with without_fsdp(self._refuse_gathered), self.captures:
                 if self.is_known or self.paths.all_known() or not torch.is_grad_enabled():
                     return self.body(*args)
                 return self._followed(args)
         finally:
             here.recorder, here.nodes, here.in_library = outer, nodes, in_library
+
+    def _refuse_gathered(self, module: str) -> Exception:
+        return RuntimeError(
+            f"{self.captures.name}: the body calls {module}, a module of FSDP, which gathers its parameters at each "
+            "call; in a step that runs again in backward they would be reduced too early. Give fully_shard() the "
+            "module that runs the whole loop, or leave checkpoints out and call the layers by torch.utils.checkpoint"
+        )
 
     def forget(self) -> Constants:
         """The sweep is over: what its steps have written is no matter any more. What they read must stay."""

@@ -89,6 +89,11 @@ def dispatch(func: Any, args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
         return out
     except Fact as fact:
         raise fact.named(_CALLED.get(name, name.strip("_") if name.endswith("__") else name)) from fact.__cause__
+    except RuntimeError as error:
+        if "mixed torch.Tensor and DTensor" not in str(error):
+            raise
+        text = "values that are a DTensor are taken entry by entry, and by tl.linear_recurrence, but not across rows"
+        raise TypeError(f"{name}: {text}; pack each rank's own rows, of values.to_local()") from error
 
 
 def _find_form(args: tuple[Any, ...], kwargs: dict[str, Any]) -> str:

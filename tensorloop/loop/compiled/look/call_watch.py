@@ -12,13 +12,13 @@ from typing import Any, Self
 import torch
 from torch import Tensor
 from torch.nn import functional
-from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.overrides import TorchFunctionMode
 
 from tensorloop._common.scope import here
 from tensorloop._common.user_line import UserLine, user_place
 from tensorloop._torch import transforms
 from tensorloop._torch.functions import watch_calls
+from tensorloop._torch.shards import without_fsdp
 from tensorloop._torch.storage import PLAIN as PLAIN
 from tensorloop.compiler.operations import aten
 from tensorloop.compiler.refused import TRIED, VALUES, Refused
@@ -80,13 +80,6 @@ def refusal(reason: str, cure: str) -> Refused:
     return Refused(reason, cure, user_place())
 
 
-def _refuse_sharded(module: Any, args: Any) -> None:
-    """Refuses a module of FSDP before it prepares itself for its first call, which no look may leave half done."""
-    fsdp = sys.modules["torch.distributed.fsdp"]
-    if isinstance(module, (fsdp.FSDPModule, fsdp.FullyShardedDataParallel)):
-        raise refusal("the body calls a module of FSDP, which gathers its parameters first", "set compile=False")
-
-
 class CallWatch(TorchFunctionMode):
     """Refuses calls that look through a tensor, and knows whether a call runs (`inside`)."""
 
@@ -109,8 +102,12 @@ class CallWatch(TorchFunctionMode):
         """Begins to look."""
         here.looks += 1
         self._before = watch_calls(self.autograd), torch.is_grad_enabled()
-        sharded = "torch.distributed.fsdp" in sys.modules and torch.distributed.is_initialized()
-        self._modules = register_module_forward_pre_hook(_refuse_sharded) if sharded else None
+        self._modules = without_fsdp(
+            lambda _: refusal(
+                "the body calls a module of FSDP, which gathers its parameters first", "set compile=False"
+            )
+        )
+        self._modules.__enter__()
         super().__enter__()
         self._followed = None if self.judge is None else start(self.judge)
         return self
@@ -119,8 +116,7 @@ class CallWatch(TorchFunctionMode):
         if self._followed is not None:
             stop(self._followed)
         here.looks -= 1
-        if self._modules is not None:
-            self._modules.remove()
+        self._modules.__exit__(*raised)
         super().__exit__(*raised)
         watch, grad = self._before
         watch_calls(watch)
