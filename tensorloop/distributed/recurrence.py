@@ -175,13 +175,23 @@ class _Call(NamedTuple):
         b = torch.where(self.first(chunk.starts), b, b + times(self.first(chunk.a), enter, self.at))
         return formula.run(chunk.a, self.with_first(chunk.b, b), self.begun(chunk))
 
-    def vjp(self, chunk: _Chunk, grad: Tensor, enter: Tensor, h: Tensor, constant: bool) -> tuple[Any, Tensor, Tensor]:
-        """The gradients of a chunk's a (None: of a constant), b and of the h before it."""
-        if not chunk.b.shape[self.dim]:
-            return (None if constant else torch.zeros_like(chunk.a)), grad, torch.zeros_like(enter)
+    def vjp(
+        self, chunk: _Chunk, grad: Tensor, enter: Tensor, h: Tensor, constant: bool, ask: Tensor | None = None
+    ) -> tuple[Any, Tensor, Tensor]:
+        """The gradients of a chunk's a (None: of a constant), b and of the h before it; `ask` that of its last h."""
+        if not (n := chunk.b.shape[self.dim]):
+            nothing = torch.zeros_like(enter) if ask is None else ask
+            return (None if constant else torch.zeros_like(chunk.a)), grad, nothing
         formula = self.formula(chunk.starts is not None, constant)
         begin = enter if chunk.starts is None else self.begun(chunk)
-        of_a, of_b, of_enter = formula.vjp(grad, *((chunk.a, None, begin, h)[i] for i in formula.keeps))  # pyright: ignore
+        more = {}
+        if ask is not None and (chunk.starts is not None or self.shared or n == 1):
+            grad = grad.clone(memory_format=torch.contiguous_format)
+            into = self.last(grad)
+            into += ask
+        elif ask is not None:
+            more["after"] = ask
+        of_a, of_b, of_enter = formula.vjp(grad, *((chunk.a, None, begin, h)[i] for i in formula.keeps), **more)  # pyright: ignore
         if chunk.starts is None:
             return of_a, of_b, of_enter  # pyright: ignore[reportReturnType]
         # The first step was made a start: what came into it was a part of b there.
@@ -314,15 +324,7 @@ class _InShards(torch.autograd.Function):
         for c, g, before, of_h in zip(chunks, grads, enters, hs, strict=True):
             if c.number == end:
                 continue
-            ask = asks[c.number]
-            if len_of(c, call):
-                g = g.clone(memory_format=torch.contiguous_format)
-                into = call.last(g)
-                into += ask
-                done[c.number] = call.vjp(c, g, before, of_h, constant)
-            else:
-                of_a, of_b, _ = call.vjp(c, g, before, of_h, constant)
-                done[c.number] = of_a, of_b, ask
+            done[c.number] = call.vjp(c, g, before, of_h, constant, asks[c.number])
         in_place = [done[c.number] for c in chunks]
         of_init = done[0][2] if 0 in done else torch.zeros_like(enters[0])
         of_b = torch.cat([x[1] for x in in_place], call.dim) if len(chunks) > 1 else in_place[0][1]

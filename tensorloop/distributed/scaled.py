@@ -53,14 +53,31 @@ def times_power(x: Tensor, exponents: Tensor) -> Tensor:
 
 def product(a: Tensor, n: int, matrix: bool) -> Scaled:
     """The product of n > 0 factors (n, ...), the last one first; or of one (1, ...) n times."""
-    found = scaled(a, matrix)
     if len(a) == 1:
-        power, more = found, n - 1
-        while more:
-            found = power.after(found, matrix) if more & 1 else found
-            power, more = power.after(power, matrix) if more > 1 else power, more >> 1
+        found = power = scaled(a, matrix)
+        for bit in f"{n:b}"[1:]:
+            found = found.after(found, matrix)
+            found = found.after(power, matrix) if bit == "1" else found
+        return found
+    if not matrix and a.is_floating_point():
+        return _of_numbers(a)
+    found = scaled(a, matrix)
     while (n := len(found.numbers)) > 1:
         pairs = found.take(slice(1, None, 2)).after(found.take(slice(0, n // 2 * 2, 2)), matrix)
         left = found.take(slice(n // 2 * 2, None))  # the last one, of an odd number
         found = Scaled(*(torch.cat(both) for both in zip(pairs, left, strict=True)))
     return found
+
+
+def _of_numbers(a: Tensor) -> Scaled:
+    """The same of real numbers, with two passes over them: so many numbers from 0.5 to 1 make no product too small."""
+    most = int(-torch.tensor(torch.finfo(a.dtype).tiny, dtype=torch.float64).log2()) // 2
+    total = torch.zeros_like(a[:1], dtype=torch.int64)
+    while True:
+        numbers, exponents = torch.frexp(a)
+        total = total + exponents.sum(0, keepdim=True)
+        if len(numbers) == 1:
+            return Scaled(numbers, torch.where(numbers.isfinite(), total, 0))
+        whole = len(numbers) // most * most
+        rest = [numbers[whole:].prod(0, keepdim=True)] if whole < len(numbers) else []
+        a = torch.cat([numbers[:whole].unflatten(0, (-1, most)).prod(1), *rest]) if whole else rest[0]

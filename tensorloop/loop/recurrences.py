@@ -64,11 +64,14 @@ def formula_of(dim: int, reverse: bool, at: int | None, anew: bool, constant: bo
         parts = [x.narrow(dim, 1 - reverse, x.shape[dim] - 1), last]
         return torch.cat(parts[::-1] if reverse else parts, dim)
 
-    def of_b(grad: Tensor, a: Tensor, *starts: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(the gradient of b, that of init)"""
+    def of_b(grad: Tensor, a: Tensor, *starts: Tensor, after: Tensor | None = None) -> tuple[Tensor, Tensor | None]:
+        """(the gradient of b, that of init); `after`: more that is asked of the last h, with a factor for each step."""
         a = a.conj() if at is None else a.conj().transpose(at, at + 1)
-        shifted = later(a, torch.zeros_like(a.narrow(dim, 0, 1)))
-        zero = torch.zeros_like(grad.narrow(dim, 0, 1))
+        last = torch.zeros_like(a.narrow(dim, 0, 1))
+        if after is not None:
+            last = last + (1 if at is None else torch.eye(a.shape[at], dtype=a.dtype, device=a.device))
+        shifted = later(a, last)
+        zero = torch.zeros_like(grad.narrow(dim, 0, 1)) if after is None else after
         begin = later(starts[0], torch.ones_like(starts[0].narrow(dim, 0, 1))) if starts else zero
         found = run(shifted, grad, begin, dim, not reverse, at)
         if anew:
@@ -96,12 +99,16 @@ def formula_of(dim: int, reverse: bool, at: int | None, anew: bool, constant: bo
         out = torch.einsum(found, dims, before.conj(), columns, [*kept, at, n])
         return out.movedim((-2, -1), (k := sum(d < at for d in kept), k + 1)).reshape(shape)
 
-    def vjp(grad: Tensor, a: Tensor, begin: Tensor, h: Tensor) -> tuple[Tensor | None, ...]:
-        found, of_init = of_b(grad, a, *([begin] if anew else []))
+    def vjp(
+        grad: Tensor, a: Tensor, begin: Tensor, h: Tensor, after: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        found, of_init = of_b(grad, a, *([begin] if anew else []), after=after)
         return of_a(found, before(begin, h), a.shape), found, of_init
 
-    def vjp_of_constant(grad: Tensor, a: Tensor, *starts: Tensor) -> tuple[Tensor | None, ...]:
-        return None, *of_b(grad, a, *starts)
+    def vjp_of_constant(
+        grad: Tensor, a: Tensor, *starts: Tensor, after: Tensor | None = None
+    ) -> tuple[Tensor | None, ...]:
+        return None, *of_b(grad, a, *starts, after=after)
 
     def jvp(tangents: tuple[Tensor | None, ...], a: Tensor, begin: Tensor, h: Tensor) -> Tensor:
         along_a, along_b, along_init = tangents

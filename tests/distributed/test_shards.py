@@ -11,10 +11,13 @@ import torch
 from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.tensor import DTensor, Partial, Replicate, Shard, distribute_tensor
+from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
+from torch.utils._pytree import tree_leaves
 
 import tensorloop as tl
 from tensorloop import reference
 from tensorloop.distributed.ranks import Ranks
+from tensorloop.loop import recurrences as recurrences_
 from tests.support.processes import found_by, run_together
 
 pytestmark = pytest.mark.usefixtures("on_the_cpu")  # its processes have no device
@@ -316,6 +319,57 @@ def folds(rank: int, size: int, mesh: DeviceMesh) -> Any:
 # -- what is sent, kept and touched
 
 
+class Touched(TorchDispatchMode):
+    """Counts the numbers that operations write, and those that recurrences run over; views touch none."""
+
+    count = 0
+
+    def __enter__(self) -> Any:
+        self._find, recurrences_.kernels.find = recurrences_.kernels.find, self._watched
+        return super().__enter__()
+
+    def __exit__(self, *raised: Any) -> None:
+        super().__exit__(*raised)
+        recurrences_.kernels.find = self._find
+
+    def _watched(self, name: str, *tensors: Tensor) -> Any:
+        run = self._find(name, *tensors)
+
+        def kernel(*args: Any) -> Tensor:
+            with _disable_current_modes():
+                out = run(*args)
+            self.count += out.numel()
+            return out
+
+        return kernel
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        held = {x.untyped_storage()._cdata for x in tree_leaves((args, kwargs)) if isinstance(x, Tensor)}
+        self.count += sum(
+            x.numel()
+            for x in tree_leaves(out)
+            if isinstance(x, Tensor)
+            and not x.is_meta
+            and (x.untyped_storage()._cdata not in held or func._schema.is_mutable)
+        )
+        return out
+
+
+def counted(a: Any, b: Any, weights: Tensor) -> tuple[int, int, Tensor]:
+    """(bytes kept, numbers touched, h) of a recurrence and its gradient."""
+
+    def run() -> Tensor:
+        h: Any = tl.linear_recurrence(a, b)
+        return h.to_local() if isinstance(h, DTensor) else h
+
+    kept = tl.memory.saved_bytes(run)
+    with Touched() as touched:
+        h = run()
+        torch.autograd.grad(h, [a, b] if not isinstance(a, DTensor) else [a.leaf, b.leaf], weights)
+    return kept, touched.count, h
+
+
 @on_meshes
 def costs(rank: int, size: int, mesh: DeviceMesh) -> Any:
     sent: list[int] = []
@@ -326,18 +380,19 @@ def costs(rank: int, size: int, mesh: DeviceMesh) -> Any:
         return plain(ranks, x)
 
     found = {}
-    for T in (64, 640):
-        a, b = (torch.ones(T // size, 5, requires_grad=True) for _ in range(2))
+    for T in (240, 2400):
+        whole = [torch.ones(T, 5, requires_grad=True) for _ in range(2)]
+        one = counted(*whole, torch.ones(T, 5))
+        leaves = [torch.ones(T // size, 5, requires_grad=True) for _ in range(2)]
+        parts: list[Any] = [DTensor.from_local(x, mesh, [Shard(0)]) for x in leaves]
+        for part, leaf in zip(parts, leaves, strict=True):
+            part.leaf = leaf
         Ranks.gather = gather
         try:
-            with tl.memory.saved() as kept:
-                h: Any = tl.linear_recurrence(*(DTensor.from_local(x, mesh, [Shard(0)]) for x in (a, b)))
-                h = h.to_local()
-            forward = [*sent]
-            h.sum().backward()
+            mine = counted(*parts, torch.ones(T // size, 5))
         finally:
             Ranks.gather = plain
-        found[T] = forward, sent[len(forward) :], kept.bytes
+        found[T] = [*sent], mine[0] / one[0], mine[1] / one[1]
         sent.clear()
     return found
 
@@ -400,11 +455,19 @@ def test_folds(folder: Path, size: int):
 
 
 @SIZES
-def test_messages_do_not_grow_with_time_and_bytes_kept_fall_with_ranks(folder: Path, size: int):
-    found = [of_rank[size] for of_rank in found_by(folder, costs, WORLD)[:size]]
+def test_messages_do_not_grow_with_time(folder: Path, size: int):
     header, summary = 48, 5 * (4 + 8 + 4)  # of each feature a product, its exponent and h
-    for of_rank in found:
-        for T, (forward, backward, kept) in of_rank.items():
-            assert (forward, backward) == ([header, summary], [summary])
-            # a and h, and h before: of one process 2 T and one step.
-            assert kept <= 4 * 5 * (2 * (T // size) + 8)
+    for found in found_by(folder, costs, WORLD)[:size]:
+        for sent, _, _ in found[size].values():  # of two calls, and one backward
+            assert sent == [header, summary] * 2 + [summary]
+
+
+@SIZES
+def test_a_rank_keeps_its_share(folder: Path, size: int):
+    for found in found_by(folder, costs, WORLD)[:size]:
+        assert found[size][2400][1] == pytest.approx(1 / size, abs=0.02)
+
+
+def test_each_of_two_ranks_touches_half(folder: Path):
+    for found in found_by(folder, costs, WORLD)[:2]:
+        assert found[2][2400][2] <= 0.55

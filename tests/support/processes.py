@@ -23,7 +23,7 @@ COLLECTIVE_SECONDS = 20
 Program = Callable[[int], Any]
 
 
-def work(rank: int, world: int, folder: Path, programs: Sequence[Program], seconds: float) -> None:
+def work(rank: int, world: int, folder: Path, programs: Sequence[Program], seconds: float, go_on: bool) -> None:
     """One process: what each program found, or how it failed, in a file of its own."""
     torch.set_num_threads(1)
     warnings.simplefilter("error")
@@ -38,7 +38,8 @@ def work(rank: int, world: int, folder: Path, programs: Sequence[Program], secon
             path.with_suffix(f".{rank}.error").write_text(traceback.format_exc())
             sys.exit(1)
         torch.save(tree_map(lambda x: x.detach() if isinstance(x, Tensor) else x, found), path)
-    dist.barrier()
+    if not go_on:
+        dist.barrier()
     dist.destroy_process_group()
 
 
@@ -48,17 +49,23 @@ def run_together(
     seconds: float,
     world: int = 2,
     collective_seconds: float = COLLECTIVE_SECONDS,
+    go_on: bool = False,
 ) -> None:
-    """Runs the programs in so many processes; kills those that are not done in time, or when another has failed."""
+    """Runs the programs in so many processes; kills those that are not done in time, or when another has failed.
+
+    `go_on`: others live on then, until each of them has left what it found.
+    """
     spawn = multiprocessing.get_context("spawn")
-    given = world, folder, programs, collective_seconds
+    given = world, folder, programs, collective_seconds, go_on
     processes = [spawn.Process(target=work, args=(rank, *given), daemon=True) for rank in range(world)]
     for process in processes:
         process.start()
     end = time.monotonic() + seconds
     try:
         while time.monotonic() < end and any(process.is_alive() for process in processes):
-            if any(process.exitcode for process in processes):
+            if go_on and len([*folder.glob("*.?")]) == world - 1:
+                break
+            if not go_on and any(process.exitcode for process in processes):
                 time.sleep(0.5)  # the others say why, too
                 break
             time.sleep(0.05)
