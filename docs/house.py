@@ -27,6 +27,7 @@ WHAT = {  # what is in a room, in so many words as a box takes
     "packed": "PackedTensor, Dim",
     "tensor_array": "the loop buffer",
     "compat": "torch's loops, by name",
+    "distributed": "time that processes share",
     "regroup": "columns of many tensors",
     "compiler": "a step's graph to machine code",
     "kernels": "operation x device",

@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from tensorloop import beam as beam
     from tensorloop import compat as compat
     from tensorloop import cuda as cuda
+    from tensorloop import distributed as distributed
     from tensorloop import hf as hf
     from tensorloop import loop as loop
     from tensorloop import memory as memory
@@ -62,7 +63,10 @@ _LATER = {
     "risk": ("edit_distance", "leave_one_out", "minimum_risk", "mwer", "sentence_bleu"),
     "tensor_array": ("TensorArray",),
 }
-_SUBMODULES = ("beam", "compat", "cuda", "hf", "loop", "memory", "ordering", "packed", "risk", "schedule", "testing")
+_SUBMODULES = (
+    *("beam", "compat", "cuda", "distributed", "hf", "loop", "memory", "ordering", "packed", "risk", "schedule"),
+    "testing",
+)
 
 
 class _Package(ModuleType):

@@ -17,8 +17,9 @@ from torch.nn.parallel import DistributedDataParallel
 import tensorloop as tl
 from docs.examples import looped
 from tensorloop import hf
-from tests.loop.test_many_processes import WORLD, found_by, run_together
+from tests.support.processes import found_by, run_together
 
+WORLD = 2
 ROWS = 6  # of a process
 
 

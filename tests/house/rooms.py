@@ -5,6 +5,7 @@ ROOMS = {
     "hf": {"beam", "loop", "attention", "packed", "tensor_array", "schedule"},
     "beam": {"loop", "attention", "packed", "tensor_array", "kernels", "schedule"},
     "risk": {"packed", "kernels"},
+    "distributed": {"loop", "packed"},
     "ordering": {"kernels"},
     "loop": {"compiler", "packed", "tensor_array", "kernels", "schedule"},
     "compiler": set(),
@@ -30,7 +31,7 @@ _OF_THE_COMPILER = (
 )
 # A module that others may import although it is not the face of its room -> the rooms that do.
 DOORS = {
-    "packed.table.base": {"attention", "loop"},  # what a packed tensor is, without its operations
+    "packed.table.base": {"attention", "distributed", "loop"},  # what a packed tensor is, without its operations
     "packed.table.autograd": {"attention", "loop"},
     "packed.operations.index": {"loop"},
     "packed.rows.dim": {"attention", "beam", "loop"},
@@ -48,6 +49,8 @@ DOORS = {
     "tensor_array.slot_list": {"loop"},
     "tensor_array.store": {"beam", "loop"},
     "loop.internals": {"beam", "compat"},
+    # A recurrence or scan of one rank, which those of several are made of.
+    **{f"loop.{name}": {"distributed"} for name in ("associative", "called", "linear", "recurrences", "slabs")},
     "attention.engine": {"beam"},
     **{f"compiler.{name}": {"loop"} for name in _OF_THE_COMPILER},
     "schedule.spans": {"loop"},  # what a schedule costs, in closed form
@@ -169,6 +172,8 @@ LATE_DOORS = {
         "packed.table.entries": {"'packed.table.entry_rules'"},
     },
     "packed.rows.size": {"'packed.by_size'", "'packed.table.heads_as_rows'"},
+    "loop.linear": {"'distributed.recurrence'"},
+    "loop.associative": {"'distributed.prefixes'"},
     "packed.views.reordered": {"'attention.sdpa'", "'attention.multihead'"},
     "tensor_array.array": {"'tensor_array.show'"},
     "cuda": {"PACKAGE"},  # tensorloop_cuda

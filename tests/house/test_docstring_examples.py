@@ -14,7 +14,7 @@ import torch.nn.functional as F
 import tensorloop as tl
 
 # rooms that say in `__all__` what they offer
-FACES = ("beam", "compat", "hf", "loop", "ordering", "packed", "risk", "schedule", "testing")
+FACES = ("beam", "compat", "distributed", "hf", "loop", "ordering", "packed", "risk", "schedule", "testing")
 FILES = ("cuda", "memory")  # what they define is what they offer
 MAIN = ("TensorArray", "PackedTensor", "Dim", "RegroupPlan", "beam.Hypotheses", "beam.Lattice", "hf.TrainCache")
 MAIN += ("ordering.Graph", "ordering.Ordering", "ordering.Permutation", "schedule.Schedule", "memory.Tracker")

@@ -125,13 +125,14 @@ def test_dir_shows_public_names_alone():
         "assert dir(tl) == before\n"
         "print(json.dumps([name for name in before if not name.startswith('__')]))"
     )
-    submodules = {"beam", "compat", "cuda", "hf", "loop", "memory", "ordering", "packed", "risk", "schedule", "testing"}
+    submodules = {"beam", "compat", "cuda", "distributed", "hf", "loop", "memory", "ordering", "packed", "risk"}
+    submodules |= {"schedule", "testing"}
     assert set(fresh(code)) == {*tl.__all__, *submodules}
     assert "__version__" in dir(tl)
 
 
 def test_submodules_show_only_names_of_their_own():
-    for name in ("beam", "compat", "cuda", "hf", "loop", "ordering", "packed", "risk", "schedule", "testing"):
+    for name in ("beam", "compat", "cuda", "distributed", "hf", "loop", "ordering", "packed", "risk", "schedule", "testing"):
         module = importlib.import_module(f"tensorloop.{name}")
         assert sorted(module.__all__) == dir(module), name
         assert not {"Any", "Callable", "Tensor", "torch"} & {*module.__all__}
@@ -141,7 +142,7 @@ def test_no_name_of_a_room_is_hidden_by_a_module():
     """A submodule of a name's own name takes its place once anybody imports it: decision 0016."""
     code = (
         "import json, types, importlib, tensorloop as tl\n"
-        "rooms = 'beam compat hf loop ordering packed risk schedule'.split()\n"
+        "rooms = 'beam compat distributed hf loop ordering packed risk schedule'.split()\n"
         "rooms = [importlib.import_module(f'tensorloop.{room}') for room in rooms]\n"
         "names = [(room, name) for room in rooms for name in room.__all__]\n"
         "for room, name in names: getattr(room, name)\n"

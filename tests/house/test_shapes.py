@@ -26,6 +26,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "compiler.targets.cpu": (10, 4, 14),
     "compiler.targets.graphs": (11, 5, 20),
     "compiler.targets.ptx": (6, 4, 7),
+    "distributed": (7, 5, 12),  # 0061
     "hf": (24, 9, 65),  # 0056
     "hf.rows": (8, 4, 13),
     "kernels": (9, 5, 13),
