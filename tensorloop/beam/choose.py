@@ -7,7 +7,7 @@ hypothesis. Everything here is without gradient: the loop differentiates what wa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -15,6 +15,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.ranking import best_pairs, descending, find_highest
+from tensorloop._common.saved import saved
 from tensorloop.beam import noise
 from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
@@ -46,6 +47,7 @@ class Choice(NamedTuple):
     lost: Tensor | None  # (B,) the largest key of a continuation that was left out
 
 
+@saved()
 @dataclass(frozen=True)
 class TopK:
     """Goes on with the K best continuations of each row: beam search as usual, and the default of `beam_search`.
@@ -92,6 +94,7 @@ class TopK:
         return choose_best(offer.keys, offer.log_probs, offer.eos.tolist(), Batch(None, len(offer.keys)))
 
 
+@saved()
 @dataclass(frozen=True)
 class StochasticBeam:
     """Draws samples without replacement: beam search over keys with Gumbel noise gives K sequences that all differ.
@@ -118,6 +121,13 @@ class StochasticBeam:
     generator: torch.Generator | None = field(default=None, compare=False)
     by_key = True
     repeats = False
+
+    def _saved(self) -> tuple[Any, ...]:
+        return (_state_of(self.generator),)
+
+    @classmethod
+    def _restored(cls, generator: Any) -> "StochasticBeam":
+        return cls(_generator_of(generator))
 
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """Gives the keys of step 0: the first hypothesis has a Gumbel variable, the others none.
@@ -154,6 +164,7 @@ class StochasticBeam:
         return _choose_by(offer, torch.where(possible, keys, -torch.inf).where(sums < torch.inf, torch.nan))
 
 
+@saved()
 @dataclass(frozen=True)
 class Sample:
     """Draws K samples with replacement, each token by token; a sample that draws eos has ended.
@@ -182,6 +193,13 @@ class Sample:
     generator: torch.Generator | None = field(default=None, compare=False)
     by_key = False
     repeats = True
+
+    def _saved(self) -> tuple[Any, ...]:
+        return self.temperature, self.top_k, self.top_p, _state_of(self.generator)
+
+    @classmethod
+    def _restored(cls, temperature: float, top_k: int | None, top_p: float | None, generator: Any) -> "Sample":
+        return cls(temperature, top_k, top_p, _generator_of(generator))
 
     @named("Sample")
     def __post_init__(self) -> None:
@@ -243,6 +261,14 @@ class Sample:
             outside = mass.cumsum(2) - mass >= self.top_p
             scaled = torch.empty_like(scaled).scatter_(2, places, values.masked_fill(outside, -torch.inf))
         return scaled
+
+
+def _state_of(generator: torch.Generator | None) -> Any:
+    return None if generator is None else (generator.device, generator.get_state())
+
+
+def _generator_of(state: Any) -> torch.Generator | None:
+    return None if state is None else torch.Generator(state[0]).set_state(state[1].cpu())
 
 
 def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batch, high: int = 0) -> Choice:

@@ -17,6 +17,7 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
+    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -27,6 +28,7 @@ from transformers.cache_utils import (
 from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongIndex, WrongType, WrongValue, named
 from tensorloop._common.pytree import register
+from tensorloop._common.saved import saved
 from tensorloop.hf import known
 from tensorloop.hf.advice import Advice
 from tensorloop.hf.layers import ArrayLayer, Kind
@@ -37,6 +39,7 @@ _FRAMES = 8  # from a model's forward to its cache there are no more: masks are 
 _OURS = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these, not what is made from them
 
 
+@saved("layers")
 class TrainCache(DynamicCache):
     """A `cache` of keys to train through: T tokens keep O(T) bytes for backward, where DynamicCache keeps O(T²).
 
@@ -316,6 +319,13 @@ class TrainCache(DynamicCache):
             raise WrongType(f"place must be 'cpu' or a folder, got {arguments.describe(place)}")
         move = _to_cpu if place == "cpu" else partial(_to_file, Path(place))
         return self.of_layers([layer.moved(move) for layer in self.layers if isinstance(layer, ArrayLayer)])
+
+    @classmethod
+    def _restored(cls, layers: list[Any]) -> Self:
+        for layer in layers:
+            if not isinstance(layer, CacheLayerMixin):
+                raise WrongType(f"layers must be those of a cache, got {arguments.describe(layer)}")
+        return cls.of_layers(layers)
 
     def __copy__(self) -> "TrainCache":
         return self.of_layers([_copied(layer) for layer in self.layers])

@@ -22,6 +22,7 @@ from torch import Tensor
 from tensorloop._common import arguments, scope
 from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
 from tensorloop._common.faces import late
+from tensorloop._common.saved import restore
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
@@ -462,7 +463,21 @@ class TensorArray(ArrayCore):
 
     @named("pickle of a TensorArray")
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, self._state()
+        given, capacity, holes, values = self._state()
+        return restore, ("TensorArray", given, capacity, [i for i, hole in enumerate(holes) if hole], values)
+
+    @classmethod
+    def _restored(cls, given: Any, capacity: Any, skipped: list[int], values: Tensor | None) -> "TensorArray":
+        shape, dtype, device = given
+        array, holes = cls(element_shape=shape, dtype=dtype, device=device, capacity=capacity), Holes()
+        if values is not None:
+            arguments.dense_tensor(values, "values")
+            checks.check_fits(values.shape[1:], values, array._given[0], dtype, None)
+        for slot in skipped:
+            if not 0 <= slot < (0 if values is None else len(values)):
+                raise WrongValue(f"slot {slot} is a hole, but there are {0 if values is None else len(values)} slots")
+            holes.mark(slot, slot + 1)
+        return _restore(array._given, array._capacity, holes, values)
 
     def __repr__(self) -> str:
         grad = ", requires_grad=True" if self._store is not None and self._store.requires_grad else ""
@@ -493,7 +508,7 @@ class TensorArray(ArrayCore):
         return self._given, self._capacity, bytes(self._holes), store.whole().clone()
 
 
-def _restore(given: Any, capacity: int | None, holes: bytes, values: Tensor | None) -> TensorArray:
+def _restore(given: Any, capacity: int | None, holes: bytes | Holes, values: Tensor | None) -> TensorArray:
     array = TensorArray() if values is None else TensorArray.unstack(values)
     array._given, array._capacity, array._holes = given, capacity, Holes(holes)
     return array

@@ -1,6 +1,7 @@
 """Batches by their number of entries, for a DataLoader: rows of like lengths together, one plan for all processes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -8,11 +9,13 @@ from torch.utils.data import Sampler
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.saved import saved
 from tensorloop.packed.rows.dim import Dim, as_dim
 
 _POOL = 32  # batches' worth of entries that are sorted together
 
 
+@saved()
 class BatchSampler(Sampler[list[int]]):
     """The `batch_sampler` of a DataLoader: batches that have at most `max_entries` entries together.
 
@@ -63,6 +66,7 @@ class BatchSampler(Sampler[list[int]]):
         self._most = arguments.at_least(1, max_entries, "max_entries")
         self._rows = None if max_rows is None else arguments.at_least(1, max_rows, "max_rows")
         self._shuffle, self._seed, self._drop = bool(shuffle), arguments.as_int(seed, "seed"), bool(drop_last)
+        self._place = rank, world_size  # as given: whoever loads it may be another process, of another number
         self._rank, self._processes = _find_place(rank, world_size)
         self._epoch = 0
         self._planned: tuple[int, list[list[int]]] | None = None
@@ -73,6 +77,21 @@ class BatchSampler(Sampler[list[int]]):
                 f"lens[{i}] is {int(self._lens[i])}, more than max_entries, {self._most}; leave such examples out, or "
                 "allow more entries"
             )
+
+    def _saved(self) -> tuple[Any, ...]:
+        given = self._lens, self._most, self._rows, self._shuffle, self._seed, self._drop
+        return *given, self._place, self._epoch
+
+    @classmethod
+    def _restored(
+        cls, lens: Any, most: int, rows: Any, shuffle: bool, seed: int, drop: bool, place: Any, epoch: int
+    ) -> Self:
+        rank, processes = place
+        made = cls(
+            lens, most, max_rows=rows, shuffle=shuffle, seed=seed, drop_last=drop, rank=rank, world_size=processes
+        )
+        made.set_epoch(epoch)
+        return made
 
     @named("packed.BatchSampler.set_epoch")
     def set_epoch(self, epoch: int) -> None:
