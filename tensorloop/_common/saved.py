@@ -11,6 +11,7 @@ from importlib import import_module
 from pathlib import Path
 from typing import Any, TypeVar
 
+from torch import Generator, Tensor
 from torch.serialization import add_safe_globals
 
 from tensorloop._common.faces import late
@@ -19,7 +20,7 @@ _T = TypeVar("_T")
 
 # Module -> what of it files may name, as `restore` finds it there. Files outlive versions: names stay.
 _NAMES = {
-    "_common.saved": "Path",
+    "_common.saved": "Path generator",
     "beam.choose": "Sample StochasticBeam TopK",
     "beam.length": "BoundedReward GNMT Power Sum",
     "beam.result": "Hypotheses Lattice",
@@ -59,19 +60,18 @@ _BEFORE = {
 
 
 def restore(name: str, *state: Any) -> Any:
-    """Makes an object of what was saved of it, looked at first: by the class's `_restored`, or the class itself."""
+    """Makes an object of what was saved of it, looked at first: by the class's `__restored__`, or the class itself."""
     if name not in _HOMES:
         raise ValueError(f"a file names {name!r}, which is nothing that tensorloop saves; a newer version may")
     kind = getattr(import_module(f"tensorloop.{_HOMES[name]}"), name)
     try:
-        return getattr(kind, "_restored", kind)(*state)
+        return getattr(kind, "__restored__", kind)(*state)
     except Exception as error:  # what was changed may fail anywhere
-        said = str(error).removeprefix(f"{name}: ")
-        raise ValueError(f"{name}: what was saved is none: {said}") from error
+        raise ValueError(f"{name} of a file: {str(error).removeprefix(f'{name}: ')}") from error
 
 
 def saved(*names: str) -> Callable[[type[_T]], type[_T]]:
-    """For a class: it is saved as these attributes, those of `_saved()`, or its fields, which make it again.
+    """For a class: it is saved as these attributes, or its fields, of which it is made again.
 
     Classes that a user makes of it are saved as Python saves any.
     """
@@ -80,28 +80,34 @@ def saved(*names: str) -> Callable[[type[_T]], type[_T]]:
         def reduce_ex(self: Any, protocol: Any) -> Any:
             if type(self) is not kind:
                 return super(kind, self).__reduce_ex__(protocol)
-            return restore, (kind.__name__, *(_Folder(x) if isinstance(x, Path) else x for x in _state(self)))
+            found = names or getattr(self, "_fields", ()) or getattr(self, "__dataclass_fields__", ())
+            return restore, (kind.__name__, *(_as_plain(getattr(self, name)) for name in found))
 
         setattr(kind, "__reduce_ex__", reduce_ex)  # noqa: B010
         return kind
 
-    def _state(x: Any) -> Any:
-        if hasattr(x, "_saved"):
-            return x._saved()
-        found = names or getattr(x, "_fields", ()) or getattr(x, "__dataclass_fields__", ())
-        return [getattr(x, name) for name in found]
-
     return mark
 
 
-class _Folder:
-    """A path, which is saved as a string: torch takes none from a file."""
+class _Named:
+    """What is saved as ours, since torch takes it from no file."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
+    def __init__(self, *state: Any) -> None:
+        self.state = state
 
     def __reduce__(self) -> tuple[Any, ...]:
-        return restore, ("Path", str(self.path))
+        return restore, self.state
+
+
+def _as_plain(x: Any) -> Any:
+    if isinstance(x, Path):
+        return _Named("Path", str(x))
+    return _Named("generator", x.device, x.get_state()) if isinstance(x, Generator) else x
+
+
+def generator(device: Any, state: Tensor) -> Generator:
+    """One that goes on where another was."""
+    return Generator(device).set_state(state.cpu())
 
 
 def tell_torch() -> None:

@@ -7,7 +7,7 @@ hypothesis. Everything here is without gradient: the loop differentiates what wa
 
 from collections.abc import Sequence
 from dataclasses import dataclass, field
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -122,13 +122,6 @@ class StochasticBeam:
     by_key = True
     repeats = False
 
-    def _saved(self) -> tuple[Any, ...]:
-        return (_state_of(self.generator),)
-
-    @classmethod
-    def _restored(cls, generator: Any) -> "StochasticBeam":
-        return cls(_generator_of(generator))
-
     def start(self, seeds: Tensor, size: int) -> Tensor:
         """Gives the keys of step 0: the first hypothesis has a Gumbel variable, the others none.
 
@@ -194,13 +187,6 @@ class Sample:
     by_key = False
     repeats = True
 
-    def _saved(self) -> tuple[Any, ...]:
-        return self.temperature, self.top_k, self.top_p, _state_of(self.generator)
-
-    @classmethod
-    def _restored(cls, temperature: float, top_k: int | None, top_p: float | None, generator: Any) -> "Sample":
-        return cls(temperature, top_k, top_p, _generator_of(generator))
-
     @named("Sample")
     def __post_init__(self) -> None:
         if not self.temperature > 0:
@@ -261,14 +247,6 @@ class Sample:
             outside = mass.cumsum(2) - mass >= self.top_p
             scaled = torch.empty_like(scaled).scatter_(2, places, values.masked_fill(outside, -torch.inf))
         return scaled
-
-
-def _state_of(generator: torch.Generator | None) -> Any:
-    return None if generator is None else (generator.device, generator.get_state())
-
-
-def _generator_of(state: Any) -> torch.Generator | None:
-    return None if state is None else torch.Generator(state[0]).set_state(state[1].cpu())
 
 
 def choose_best(keys: Tensor, log_probs: Tensor, eos: Sequence[int], batch: Batch, high: int = 0) -> Choice:

@@ -17,7 +17,6 @@ from torch.utils._pytree import tree_map_only
 from transformers.cache_utils import (
     DYNAMIC_LAYER_TYPE_MAPPING,
     Cache,
-    CacheLayerMixin,
     DynamicCache,
     DynamicLayer,
     DynamicSlidingWindowLayer,
@@ -320,12 +319,7 @@ class TrainCache(DynamicCache):
         move = _to_cpu if place == "cpu" else partial(_to_file, Path(place))
         return self.of_layers([layer.moved(move) for layer in self.layers if isinstance(layer, ArrayLayer)])
 
-    @classmethod
-    def _restored(cls, layers: list[Any]) -> Self:
-        for layer in layers:
-            if not isinstance(layer, CacheLayerMixin):
-                raise WrongType(f"layers must be those of a cache, got {arguments.describe(layer)}")
-        return cls.of_layers(layers)
+    __restored__ = of_layers
 
     def __copy__(self) -> "TrainCache":
         return self.of_layers([_copied(layer) for layer in self.layers])

@@ -83,7 +83,7 @@ class ArrayLayer(CacheLayerMixin):
         self.forgets = False  # of itself: a loop's carry is the same at each step
 
     @classmethod
-    def _restored(cls, arrays: Any, kind: Kind, dropped: int, before: Any, forgets: bool) -> "ArrayLayer":
+    def __restored__(cls, arrays: Any, kind: Kind, dropped: int, before: Any, forgets: bool) -> "ArrayLayer":
         keys, values = arrays
         if not (isinstance(keys, TensorArray) and isinstance(values, TensorArray) and len(keys) == len(values)):
             raise WrongValue("arrays must be two TensorArrays of one length")

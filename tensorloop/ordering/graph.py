@@ -54,7 +54,7 @@ class Graph:
     lens: Tensor | None = None
 
     @staticmethod
-    def _restored(
+    def __restored__(
         indptr: Tensor, indices: Tensor, shape: Any, coords: Any, grid: Any, window: Any, lens: Any
     ) -> "Graph":
         made = _from_rows(_as_ints(indptr), _as_ints(indices), read_shape(shape, "shape"))

@@ -16,7 +16,7 @@ from tensorloop.ordering.problem import Orders, Problem, read_problem
 from tensorloop.ordering.report import Report, make_report
 
 
-@saved()
+@saved("graph", "block_size", "_orders", "method")
 class Ordering:
     """An order of positions under which a mask has few non-empty blocks; made by `best` and the other methods.
 
@@ -50,11 +50,8 @@ class Ordering:
         self._problem, self._orders = problem, orders
         self._report: Report | None = None
 
-    def _saved(self) -> tuple[Any, ...]:
-        return self.graph, self.block_size, self._orders, self.method
-
     @staticmethod
-    def _restored(graph: Graph, size: int, orders: Orders, method: str) -> "Ordering":
+    def __restored__(graph: Graph, size: int, orders: Orders, method: str) -> "Ordering":
         made = use_permutation(read_problem(graph, None, size), tuple(orders))
         made.method = method
         return made

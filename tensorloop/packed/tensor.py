@@ -355,7 +355,7 @@ class PackedTensor(InAutograd):
         return restore, ("PackedTensor", self.values, self._dim)
 
     @staticmethod
-    def _restored(values: Tensor, dim: Dim, kind: Any = None) -> "PackedTensor":
+    def __restored__(values: Tensor, dim: Dim, kind: Any = None) -> "PackedTensor":
         kind = PackedTensor if kind is None else kind
         arguments.dense_tensor(values, "values")
         if not (

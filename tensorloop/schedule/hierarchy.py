@@ -48,7 +48,7 @@ class Level:
         self.write, self.read = _as_cost(write, "write"), _as_cost(read, "read")
 
     @classmethod
-    def _restored(cls, place: str | Path, slots: int | None, write: float, read: float) -> "Level":
+    def __restored__(cls, place: str | Path, slots: int | None, write: float, read: float) -> "Level":
         made = cls("cpu", slots, write=write, read=read)
         made.place = place if place == "cpu" else Path(place)  # which this machine need not have
         return made
@@ -150,7 +150,7 @@ class Hierarchy(Schedule):
         return _plan(self.memory, tuple(Costs(x.slots, x.write, x.read) for x in self.levels), length)
 
     @classmethod
-    def _restored(cls, memory: int, levels: Sequence[Level]) -> "Hierarchy":
+    def __restored__(cls, memory: int, levels: Sequence[Level]) -> "Hierarchy":
         return cls(memory, *levels)
 
     def __repr__(self) -> str:

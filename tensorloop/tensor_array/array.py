@@ -467,7 +467,7 @@ class TensorArray(ArrayCore):
         return restore, ("TensorArray", given, capacity, [i for i, hole in enumerate(holes) if hole], values)
 
     @classmethod
-    def _restored(cls, given: Any, capacity: Any, skipped: list[int], values: Tensor | None) -> "TensorArray":
+    def __restored__(cls, given: Any, capacity: Any, skipped: list[int], values: Tensor | None) -> "TensorArray":
         shape, dtype, device = given
         array, holes = cls(element_shape=shape, dtype=dtype, device=device, capacity=capacity), Holes()
         if values is not None:

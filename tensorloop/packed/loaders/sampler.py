@@ -15,7 +15,7 @@ from tensorloop.packed.rows.dim import Dim, as_dim
 _POOL = 32  # batches' worth of entries that are sorted together
 
 
-@saved()
+@saved("_lens", "_most", "_rows", "_shuffle", "_seed", "_drop", "_place", "_epoch")
 class BatchSampler(Sampler[list[int]]):
     """The `batch_sampler` of a DataLoader: batches that have at most `max_entries` entries together.
 
@@ -49,6 +49,9 @@ class BatchSampler(Sampler[list[int]]):
         [[0], [1, 2], [3, 4]]
     """
 
+    # As given: who loads it may be another process, of another number of them.
+    _place: tuple[int | None, int | None] = None, None
+
     @named("packed.BatchSampler")
     def __init__(
         self,
@@ -66,8 +69,8 @@ class BatchSampler(Sampler[list[int]]):
         self._most = arguments.at_least(1, max_entries, "max_entries")
         self._rows = None if max_rows is None else arguments.at_least(1, max_rows, "max_rows")
         self._shuffle, self._seed, self._drop = bool(shuffle), arguments.as_int(seed, "seed"), bool(drop_last)
-        self._place = rank, world_size  # as given: whoever loads it may be another process, of another number
         self._rank, self._processes = _find_place(rank, world_size)
+        self._place = rank, world_size
         self._epoch = 0
         self._planned: tuple[int, list[list[int]]] | None = None
         too_long = (self._lens > self._most).nonzero()
@@ -78,18 +81,12 @@ class BatchSampler(Sampler[list[int]]):
                 "allow more entries"
             )
 
-    def _saved(self) -> tuple[Any, ...]:
-        given = self._lens, self._most, self._rows, self._shuffle, self._seed, self._drop
-        return *given, self._place, self._epoch
-
     @classmethod
-    def _restored(
+    def __restored__(
         cls, lens: Any, most: int, rows: Any, shuffle: bool, seed: int, drop: bool, place: Any, epoch: int
     ) -> Self:
-        rank, processes = place
-        made = cls(
-            lens, most, max_rows=rows, shuffle=shuffle, seed=seed, drop_last=drop, rank=rank, world_size=processes
-        )
+        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop, "rank": place[0], "world_size": place[1]}
+        made = cls(lens, most, max_rows=rows, **options)
         made.set_epoch(epoch)
         return made
 

@@ -289,7 +289,7 @@ class Dim(int):
         return restore, ("Dim", self.name, self._lens)
 
     @staticmethod
-    def _restored(name: str | None, lens: Tensor) -> "Dim":
+    def __restored__(name: str | None, lens: Tensor) -> "Dim":
         dim = Dim(name, lens, check=not lens.is_meta)
         if not lens.is_meta:
             _ = dim.total  # against which values are checked

@@ -15,8 +15,6 @@ from typing import Any, NoReturn
 
 from torch import Tensor
 
-from tensorloop._common.arguments import describe
-from tensorloop._common.errors import WrongType
 from tensorloop._common.faces import late
 from tensorloop._common.saved import restore
 from tensorloop.packed.rows.dim import Dim
@@ -54,12 +52,6 @@ class NoNumber:
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its dim."""
         return restore, (type(self).__name__, self._dim)
-
-    @classmethod
-    def _restored(cls, dim: Dim) -> Any:
-        if not isinstance(dim, Dim):
-            raise WrongType(f"dim must be a Dim, got {describe(dim)}")
-        return cls(dim)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

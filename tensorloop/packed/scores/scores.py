@@ -114,7 +114,7 @@ class PackedScores(AnyOrder):
         return restore, ("PackedScores", self.flat, like, self.rows, self.columns, self.lead)
 
     @staticmethod
-    def _restored(flat: Tensor, like: Any, rows: Dim, columns: Dim, lead: tuple[int, ...]) -> "PackedScores":
+    def __restored__(flat: Tensor, like: Any, rows: Dim, columns: Dim, lead: tuple[int, ...]) -> "PackedScores":
         made = PackedScores(flat, like, rows, columns, tuple(lead))
         count = sum(prod(size) for size in made.sizes)
         if not isinstance(like, Packed) or min(lead, default=0) < 0 or flat.shape != (count,):

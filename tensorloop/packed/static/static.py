@@ -26,7 +26,7 @@ from tensorloop.packed.tensor import PackedTensor
 _TABLES = static_layers, static_reduce
 
 
-@saved()
+@saved("values", "lens", "max_len")
 class StaticPackedTensor(StaticPacked):
     """Rows (B, T*, *F) in a fixed number of entries: all shapes are known without reading lens, as CUDA graphs need.
 
@@ -134,12 +134,10 @@ class StaticPackedTensor(StaticPacked):
         """These values in the same rows, with 0 in free entries."""
         return _made(type(self), self._rows.clean(values), self._rows)
 
-    def _saved(self) -> tuple[Any, ...]:
-        return self.values, self.lens, self.max_len
-
     @classmethod
-    def _restored(cls, values: Tensor, lens: Tensor, max_len: int) -> Self:
-        made = cls(values, lens, max_len=max_len)
+    def __restored__(cls, values: Tensor, lens: Tensor, max_len: int) -> Self:
+        made = cls(values.detach(), lens, max_len=max_len)
+        made.values.requires_grad_(values.requires_grad)
         if not lens.is_meta and bool((lens < 0).any()):  # rows that are too long are cut, as anywhere
             raise WrongValue(f"lens must be at least 0 each, got {int(lens.min())}")
         return made

@@ -83,8 +83,8 @@ class Reordered(AnyOrder):
         return restore, ("Reordered", self.packed, self.batch, self.time)
 
     @staticmethod
-    def _restored(packed: Any, batch: int, time: int) -> "Reordered":
-        if not isinstance(packed, Packed) or not {batch, time} < set(range(packed.ndim)):
+    def __restored__(packed: Any, batch: int, time: int) -> "Reordered":
+        if not isinstance(packed, Packed) or batch == time or not {batch, time} <= set(range(packed.ndim)):
             raise WrongValue(f"batch and time must be two dims of a packed tensor, got {batch} and {time}")
         return Reordered(packed, batch, time)
 
