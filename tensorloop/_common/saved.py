@@ -90,7 +90,7 @@ def saved(*names: str) -> Callable[[type[_T]], type[_T]]:
 
 
 class _Named:
-    """What is saved as ours, since torch takes it from no file."""
+    """Stands for what torch takes from no file: it is saved as ours."""
 
     def __init__(self, *state: Any) -> None:
         self.state = state
@@ -111,7 +111,7 @@ def generator(device: Any, state: Tensor) -> Generator:
 
 
 def tell_torch() -> None:
-    """What `torch.load` may call from here on."""
+    """Says what `torch.load` may call from here on."""
     old = [
         (partial(restore, name), f"tensorloop.{at}.{name}") for name, homes in _BEFORE.items() for at in homes.split()
     ]

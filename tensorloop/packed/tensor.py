@@ -480,6 +480,6 @@ register(PackedTensor, _made)
 
 
 def _rebuilt(cls: Any, values: Tensor, dim: Dim) -> PackedTensor:
-    """What files name that were written before 0.3, and those that have a class made of `PackedTensor`."""
+    """Makes what files have that were written before 0.3, and of a class that a user made of `PackedTensor`."""
     kind = cls if isinstance(cls, type) else PackedTensor
     return _made(PackedTensor, values, dim) if values is None else restore("PackedTensor", values, dim, kind)

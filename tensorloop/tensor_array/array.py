@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, scope
-from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
+from tensorloop._common.errors import Fact, WrongType, WrongValue, named
 from tensorloop._common.faces import late
 from tensorloop._common.saved import restore
 from tensorloop._common.scope import here
@@ -468,16 +468,10 @@ class TensorArray(ArrayCore):
 
     @classmethod
     def __restored__(cls, given: Any, capacity: Any, skipped: list[int], values: Tensor | None) -> "TensorArray":
-        shape, dtype, device = given
-        array, holes = cls(element_shape=shape, dtype=dtype, device=device, capacity=capacity), Holes()
+        told = cls(**dict(zip(("element_shape", "dtype", "device"), given, strict=True)), capacity=capacity)
         if values is not None:
-            arguments.dense_tensor(values, "values")
-            checks.check_fits(values.shape[1:], values, array._given[0], dtype, None)
-        for slot in skipped:
-            if not 0 <= slot < (0 if values is None else len(values)):
-                raise WrongValue(f"slot {slot} is a hole, but there are {0 if values is None else len(values)} slots")
-            holes.mark(slot, slot + 1)
-        return _restore(array._given, array._capacity, holes, values)
+            checks.check_fits(values.shape[1:], values, *told._given[:2], None)
+        return _restore(told._given, told._capacity, Holes.of(skipped, [] if values is None else values), values)
 
     def __repr__(self) -> str:
         grad = ", requires_grad=True" if self._store is not None and self._store.requires_grad else ""
@@ -498,14 +492,6 @@ class TensorArray(ArrayCore):
         twin._shape, twin._dtype, twin._device = self._shape, self._dtype, self._device
         twin._home, twin._mask, twin._holes, twin._store = self._home, self._mask, Holes(self._holes), store
         return twin
-
-    def _state(self) -> tuple[Any, ...]:
-        store = self._store
-        if store is None:
-            return self._given, self._capacity, bytes(self._holes), None
-        if store.requires_grad:
-            raise Misuse("the array is part of an autograd graph; take detach() of it first")
-        return self._given, self._capacity, bytes(self._holes), store.whole().clone()
 
 
 def _restore(given: Any, capacity: int | None, holes: bytes | Holes, values: Tensor | None) -> TensorArray:

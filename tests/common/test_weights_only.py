@@ -13,8 +13,8 @@ from typing import Any
 
 import pytest
 import torch
-import torch.distributed.checkpoint as dcp
 from torch import Tensor
+from torch.distributed import checkpoint as dcp
 
 import tensorloop as tl
 from tensorloop._common.saved import restore
@@ -36,7 +36,7 @@ def holes() -> Any:
 
 def hypotheses() -> tl.beam.Hypotheses:
     log_probs = torch.tensor([0.2, 0.3, 0.5]).log()
-    sizes = {"batch_size": 2, "beam_size": 2, "bos_id": 0, "eos_id": 1, "max_steps": 3}
+    sizes: Any = {"batch_size": 2, "beam_size": 2, "bos_id": 0, "eos_id": 1, "max_steps": 3}
     return tl.beam_search(lambda h, tokens: (h, log_probs.expand(*tokens.shape, 3)), torch.zeros(2, 2), **sizes)
 
 
@@ -45,7 +45,7 @@ def rollout() -> Any:
     return hf.Rollout(packed(), packed(), torch.ones(3, dtype=torch.bool), packed())
 
 
-def order() -> orders.Ordering:
+def order() -> Any:
     return orders.hilbert(orders.Graph.from_grid((4, 4), window=3), block_size=4)
 
 
@@ -303,9 +303,8 @@ def test_a_folder_that_is_not_here(tmp_path: Path) -> None:
 
 
 def test_a_sampler_asks_anew_which_process_it_is_in(monkeypatch: pytest.MonkeyPatch) -> None:
-    given, asks = (
-        tl.packed.BatchSampler([1] * 8, 2, shuffle=False, **place) for place in ({"rank": 1, "world_size": 2}, {})
-    )
+    given = tl.packed.BatchSampler([1] * 8, 2, shuffle=False, rank=1, world_size=2)
+    asks = tl.packed.BatchSampler([1] * 8, 2, shuffle=False)
     asks.set_epoch(4)
     for name, answer in (("is_initialized", True), ("get_rank", 3), ("get_world_size", 4)):
         monkeypatch.setattr(torch.distributed, name, lambda answer=answer: answer)
@@ -334,7 +333,7 @@ def test_a_cache_whose_config_is_allowed() -> None:
     config = transformers.LlamaConfig(
         vocab_size=16, hidden_size=8, intermediate_size=16, num_hidden_layers=1, num_attention_heads=2
     )
-    cache = tl.hf.TrainCache(config)
+    cache: Any = tl.hf.TrainCache(config)
     cache.update(torch.ones(1, 2, 3, 4), torch.ones(1, 2, 3, 4), 0)
     with pytest.raises(Exception, match="LlamaConfig was not an allowed global"):
         torch.load(saved(cache))
@@ -362,8 +361,9 @@ def test_distributed_checkpoints(tmp_path: Path) -> None:
         }
 
     old, new = state(3), state(5)
-    dcp.save(old, checkpoint_id=tmp_path)
-    dcp.load(new, checkpoint_id=tmp_path)
+    save_and_load: Any = dcp
+    save_and_load.save(old, checkpoint_id=tmp_path)
+    save_and_load.load(new, checkpoint_id=tmp_path)
     assert {name: seen(x) for name, x in new.items() if name != "model"} == {
         name: seen(x) for name, x in old.items() if name != "model"
     }

@@ -74,7 +74,7 @@ class Checkpoints:
     residuals: int | None = None
 
     @classmethod
-    def __restored__(cls, k: Any, budget: Any, offload: str | Path | None, check: bool, residuals: Any) -> "Checkpoints":
+    def __restored__(cls, k: Any, budget: Any, offload: Any, check: bool, residuals: Any) -> "Checkpoints":
         made = cls(k, budget, None, check, residuals)
         # A folder need not be on this machine: a loop says so.
         object.__setattr__(made, "offload", offload if offload in (None, "cpu") else Path(offload))
