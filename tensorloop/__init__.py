@@ -6,6 +6,7 @@ from types import ModuleType
 from typing import TYPE_CHECKING, Any
 
 from tensorloop._common.faces import face
+from tensorloop._common.saved import tell_torch
 
 if TYPE_CHECKING:
     from tensorloop import beam as beam
@@ -82,6 +83,7 @@ class _Package(ModuleType):
 
 
 sys.modules[__name__].__class__ = _Package
+tell_torch()
 
 if not TYPE_CHECKING:  # a checker would take any name for one of ours
     _load, _, __all__ = face(__name__, _LATER)

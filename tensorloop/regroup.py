@@ -17,6 +17,7 @@ from torch import Tensor
 
 from tensorloop._common.arguments import as_int, dense_tensor, describe
 from tensorloop._common.errors import Fact, WrongType, WrongValue
+from tensorloop._common.saved import saved
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import called_eagerly, runs_eagerly
 from tensorloop.kernels import find
@@ -75,6 +76,7 @@ def regroup(
     return _apply(plan, values)
 
 
+@saved("keys", "lengths", "groups")
 @runs_eagerly
 class RegroupPlan:
     """A plan of `regroup` for given keys, lengths and groups, worked out once.

@@ -15,6 +15,7 @@ from torch import Tensor
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.ranking import best_pairs, descending, find_highest
+from tensorloop._common.saved import saved
 from tensorloop.beam import noise
 from tensorloop.beam.batch import Batch
 from tensorloop.kernels import find
@@ -46,6 +47,7 @@ class Choice(NamedTuple):
     lost: Tensor | None  # (B,) the largest key of a continuation that was left out
 
 
+@saved()
 @dataclass(frozen=True)
 class TopK:
     """Goes on with the K best continuations of each row: beam search as usual, and the default of `beam_search`.
@@ -92,6 +94,7 @@ class TopK:
         return choose_best(offer.keys, offer.log_probs, offer.eos.tolist(), Batch(None, len(offer.keys)))
 
 
+@saved()
 @dataclass(frozen=True)
 class StochasticBeam:
     """Draws samples without replacement: beam search over keys with Gumbel noise gives K sequences that all differ.
@@ -154,6 +157,7 @@ class StochasticBeam:
         return _choose_by(offer, torch.where(possible, keys, -torch.inf).where(sums < torch.inf, torch.nan))
 
 
+@saved()
 @dataclass(frozen=True)
 class Sample:
     """Draws K samples with replacement, each token by token; a sample that draws eos has ended.

@@ -21,10 +21,12 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.saved import saved
 
 Bound = Callable[[Tensor, int], Tensor]
 
 
+@saved()
 @dataclass(frozen=True)
 class Sum:
     """Ranks hypotheses by S itself, their log-probability: the default length model of `beam_search`.
@@ -62,6 +64,7 @@ class Sum:
         return s
 
 
+@saved()
 @dataclass(frozen=True)
 class BoundedReward:
     """Ranks hypotheses by S + g * min(L, target): each token up to the target length earns g nats.
@@ -115,6 +118,7 @@ class BoundedReward:
         return target[:, None] if target.dim() else target
 
 
+@saved()
 @dataclass(frozen=True)
 class Power:
     """Ranks hypotheses by `S / L ** alpha`, the log-probability divided by a power of the length; alpha=1 is the mean.
@@ -169,6 +173,7 @@ class Power:
         return _bound_power(s, t, longest, self.alpha, self.floor, 0)
 
 
+@saved()
 @dataclass(frozen=True)
 class GNMT:
     """Ranks hypotheses by `S / ((5 + L) / 6) ** alpha`, the length penalty of Google's translation system.

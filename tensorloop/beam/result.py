@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from tensorloop._common.ranking import descending
+from tensorloop._common.saved import saved
 from tensorloop._common.uploads import upload
 from tensorloop.beam import diagnostics, show
 from tensorloop.beam.ancestry import as_index
@@ -18,6 +19,7 @@ from tensorloop.packed.tensor import PackedTensor
 from tensorloop.tensor_array.array import TensorArray
 
 
+@saved()
 @dataclass(frozen=True, eq=False, repr=False)
 class Lattice:
     """Everything that the search kept, step by step: T steps, B rows, K hypotheses (K + 1 with gold).
@@ -75,6 +77,7 @@ class Lattice:
         return show.draw(self, row, ax, names)
 
 
+@saved()
 @dataclass(frozen=True, eq=False, repr=False)
 class Hypotheses:
     """The n best hypotheses of B rows, best first: what `beam_search` returns.

@@ -6,12 +6,14 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from tensorloop._common.saved import saved
 from tensorloop.hf import certificate, known
 from tensorloop.hf.known import ATTENTION
 
 _DROPOUT = ("attention_dropout", "attn_pdrop", "dropout_rate")  # of weights, in configs
 
 
+@saved("config")
 class Advice:
     """Warns at most once. `config` is the model's, None where it is not known."""
 

@@ -27,6 +27,7 @@ from transformers.cache_utils import (
 from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongIndex, WrongType, WrongValue, named
 from tensorloop._common.pytree import register
+from tensorloop._common.saved import saved
 from tensorloop.hf import known
 from tensorloop.hf.advice import Advice
 from tensorloop.hf.layers import ArrayLayer, Kind
@@ -37,6 +38,7 @@ _FRAMES = 8  # from a model's forward to its cache there are no more: masks are 
 _OURS = (DynamicLayer, DynamicSlidingWindowLayer)  # exactly these, not what is made from them
 
 
+@saved("layers")
 class TrainCache(DynamicCache):
     """A `cache` of keys to train through: T tokens keep O(T) bytes for backward, where DynamicCache keeps O(T²).
 
@@ -316,6 +318,8 @@ class TrainCache(DynamicCache):
             raise WrongType(f"place must be 'cpu' or a folder, got {arguments.describe(place)}")
         move = _to_cpu if place == "cpu" else partial(_to_file, Path(place))
         return self.of_layers([layer.moved(move) for layer in self.layers if isinstance(layer, ArrayLayer)])
+
+    __restored__ = of_layers
 
     def __copy__(self) -> "TrainCache":
         return self.of_layers([_copied(layer) for layer in self.layers])

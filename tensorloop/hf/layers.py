@@ -12,6 +12,7 @@ from torch import Tensor
 from transformers.cache_utils import CacheLayerMixin
 
 from tensorloop._common.errors import WrongType, WrongValue
+from tensorloop._common.saved import saved
 from tensorloop._torch.autocast import is_on
 from tensorloop.hf import known
 from tensorloop.hf.advice import Advice
@@ -23,6 +24,7 @@ from tensorloop.tensor_array.internals import kind_of, store_of
 _SLACK = 16  # tokens more than a window that are let go of together
 
 
+@saved("config", "window", "capacity", "advice", "rolling")
 class Kind:
     """Holds what all copies of a layer have in common.
 
@@ -58,6 +60,7 @@ class Kind:
         return (self.config._attn_implementation if found is None else found) == ATTENTION
 
 
+@saved("arrays", "kind", "dropped", "before", "forgets")
 class ArrayLayer(CacheLayerMixin):
     """One layer. Tokens that are there are those `before`, then those in the arrays, without `dropped` between them.
 
@@ -78,6 +81,15 @@ class ArrayLayer(CacheLayerMixin):
         self.arrays, self.kind, self.is_sliding = arrays, kind, kind.window is not None
         self.dropped, self.before = dropped, before
         self.forgets = False  # of itself: a loop's carry is the same at each step
+
+    @classmethod
+    def __restored__(cls, arrays: Any, kind: Kind, dropped: int, before: Any, forgets: bool) -> "ArrayLayer":
+        keys, values = arrays
+        if not (isinstance(keys, TensorArray) and isinstance(values, TensorArray) and len(keys) == len(values)):
+            raise WrongValue("arrays must be two TensorArrays of one length")
+        made = cls((keys, values), kind, dropped, before)
+        made.forgets = forgets
+        return made
 
     @classmethod
     def empty(cls, kind: Kind, forgets: bool = False) -> "ArrayLayer":

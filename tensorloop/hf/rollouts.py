@@ -13,6 +13,7 @@ from transformers.utils.generic import ModelOutput
 from tensorloop._common import arguments
 from tensorloop._common.errors import Misuse, WrongType, WrongValue, facts_of, named
 from tensorloop._common.keywords import describe_unknown, hints
+from tensorloop._common.saved import saved
 from tensorloop.hf.cache import TrainCache, as_dynamic
 from tensorloop.hf.decoder import Decoder
 from tensorloop.hf.distribution import Distribution
@@ -42,6 +43,7 @@ _KEYWORDS = hints(
 )
 
 
+@saved()
 @dataclass(frozen=True, eq=False)
 class Rollout:
     """A continuation of each of B prompts: what `rollout` returns.

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.saved import saved
 from tensorloop.kernels.cpu import graphs
 
 _TILE = 1 << 22  # pairs that a mask_mod is asked about at a time
 _MOST = 2**31 - 1  # positions are int32 in the tables of blocks
 
 
+@saved()
 @dataclass(frozen=True, eq=False)
 class Graph:
     """Which keys each query sees, as a sparse matrix by rows; made by its class methods.
@@ -50,6 +52,19 @@ class Graph:
     grid: tuple[int, ...] = ()
     window: tuple[int, ...] = ()
     lens: Tensor | None = None
+
+    @staticmethod
+    def __restored__(
+        indptr: Tensor, indices: Tensor, shape: Any, coords: Any, grid: Any, window: Any, lens: Any
+    ) -> "Graph":
+        made = _from_rows(_as_ints(indptr), _as_ints(indices), read_shape(shape, "shape"))
+        made = made.at(coords) if coords else made
+        if lens is not None and ((lens := _as_ints(lens)).lt(0).any() or lens.sum() != made.shape[0]):
+            raise WrongValue(f"lens must sum to {made.shape[0]}, the number of positions")
+        grid, window = (
+            tuple(arguments.at_least(1, n, "a size of grid or window") for n in of) for of in (grid, window)
+        )
+        return replace(made, grid=grid, window=window, lens=lens)
 
     @staticmethod
     @named("Graph.of")
@@ -342,6 +357,10 @@ def _check_takes_four(mask_mod: Callable[..., Any]) -> None:
         signature.bind("b", "h", "q", "kv")
     except TypeError:
         raise WrongType(f"mask_mod is called as mask_mod(b, h, q, kv), but takes {signature}") from None
+
+
+def _as_ints(x: Tensor) -> Tensor:
+    return arguments.index_tensor(x.cpu(), torch.device("cpu")).view(-1)
 
 
 def _from_tensor(matrix: Tensor, what: str) -> Graph:

@@ -8,13 +8,15 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongValue
+from tensorloop._common.saved import saved
 from tensorloop.ordering.block_masks import is_moved, make_block_mask, move_mod
 from tensorloop.ordering.graph import Graph
 from tensorloop.ordering.permutation import Permutation
-from tensorloop.ordering.problem import Orders, Problem
+from tensorloop.ordering.problem import Orders, Problem, read_problem
 from tensorloop.ordering.report import Report, make_report
 
 
+@saved("graph", "block_size", "_orders", "method")
 class Ordering:
     """An order of positions under which a mask has few non-empty blocks; made by `best` and the other methods.
 
@@ -47,6 +49,12 @@ class Ordering:
         self.keys = self.queries if len(orders) == 1 else Permutation(orders[1])
         self._problem, self._orders = problem, orders
         self._report: Report | None = None
+
+    @staticmethod
+    def __restored__(graph: Graph, size: int, orders: Orders, method: str) -> "Ordering":
+        made = use_permutation(read_problem(graph, None, size), tuple(orders))
+        made.method = method
+        return made
 
     @property
     def graph(self) -> Graph:

@@ -7,8 +7,10 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongIndex, WrongType, WrongValue, named
+from tensorloop._common.saved import saved
 
 
+@saved("permutation")
 class Permutation:
     """Where positions go: `permutation[new]` is the old position, `inverse[old]` the new one.
 

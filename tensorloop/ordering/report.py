@@ -8,10 +8,12 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
+from tensorloop._common.saved import saved
 from tensorloop.kernels.cpu import graph_walks, graphs
 from tensorloop.ordering.problem import Orders, Problem, find_blocks
 
 
+@saved()
 class MaskBlocks(NamedTuple):
     """The blocks of a mask in one order.
 
@@ -28,6 +30,7 @@ class MaskBlocks(NamedTuple):
     filled: float
 
 
+@saved()
 class Report(NamedTuple):
     """The blocks of a mask before and after an ordering, and the fewest there could be; `str()` gives a text.
 

@@ -18,6 +18,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.saved import restore
 from tensorloop.packed import show
 from tensorloop.packed.attributes import ATTRIBUTES, InAutograd
 from tensorloop.packed.methods import add_methods
@@ -349,7 +350,22 @@ class PackedTensor(InAutograd):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as values and dim."""
-        return _rebuilt, (type(self), self.values, self._dim)
+        if type(self) is not PackedTensor:
+            return _rebuilt, (type(self), self.values, self._dim)
+        return restore, ("PackedTensor", self.values, self._dim)
+
+    @staticmethod
+    def __restored__(values: Tensor, dim: Dim, kind: Any = None) -> "PackedTensor":
+        kind = PackedTensor if kind is None else kind
+        arguments.dense_tensor(values, "values")
+        if not (
+            isinstance(dim, Dim) and issubclass(kind, PackedTensor) and values.dim() and dim.device == values.device
+        ):
+            raise WrongValue(
+                f"values must be (N, *F), with a Dim on {values.device}, got {tuple(values.shape)}, {dim!r}"
+            )
+        dim.claim(len(values), None)
+        return _made(kind, values, dim)
 
     # -- other layouts
 
@@ -454,13 +470,16 @@ add_operators(PackedTensor, dispatch)
 add_methods(PackedTensor)
 
 
-def _rebuilt(cls: type[PackedTensor], values: Tensor, dim: Dim) -> PackedTensor:
+def _made(cls: type[PackedTensor], values: Tensor, dim: Dim) -> PackedTensor:
     made = object.__new__(cls)
     made.values, made._dim = values, dim
     return made
 
 
-register(PackedTensor, _rebuilt)
-# So that `torch.load`, which by default makes nothing but what is known to be harmless, makes these; `Dim` also by the
-# name that files written before 0.3 have.
-torch.serialization.add_safe_globals([PackedTensor, Dim, (Dim, "tensorloop.packed.dim.Dim"), _rebuilt])
+register(PackedTensor, _made)
+
+
+def _rebuilt(cls: Any, values: Tensor, dim: Dim) -> PackedTensor:
+    """Makes what files have that were written before 0.3, and of a class that a user made of `PackedTensor`."""
+    kind = cls if isinstance(cls, type) else PackedTensor
+    return _made(PackedTensor, values, dim) if values is None else restore("PackedTensor", values, dim, kind)

@@ -5,7 +5,10 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from tensorloop._common.saved import saved
 
+
+@saved()
 @dataclass(frozen=True, slots=True, repr=False)
 class Advance:
     """Run steps start..stop-1 from the working state, which is at `start`; it is at `stop` afterwards.
@@ -25,6 +28,7 @@ class Advance:
         return f"Advance(start={self.start}, stop={self.stop}{', keep=True' if self.keep else ''})"
 
 
+@saved()
 @dataclass(frozen=True, slots=True, repr=False)
 class Snapshot:
     """Keep the working state, which is at `step`.
@@ -41,6 +45,7 @@ class Snapshot:
         return f"Snapshot(step={self.step}{'' if self.place is None else f', place={str(self.place)!r}'})"
 
 
+@saved()
 @dataclass(frozen=True, slots=True)
 class Restore:
     """Make the snapshot of `step` the working state. The snapshot stays held.
@@ -52,6 +57,7 @@ class Restore:
     step: int
 
 
+@saved()
 @dataclass(frozen=True, slots=True)
 class Drop:
     """Forget the snapshot of `step`.
@@ -63,6 +69,7 @@ class Drop:
     step: int
 
 
+@saved()
 @dataclass(frozen=True, slots=True)
 class Release:
     """Forget what the gradient of these steps needs, which an `Advance` has kept; snapshots stay.
@@ -81,6 +88,7 @@ class Release:
     stop: int
 
 
+@saved()
 @dataclass(frozen=True, slots=True, repr=False)
 class Backward:
     """Run `step` with what its gradient needs, from the working state, and reverse it. That state is then lost.

@@ -4,6 +4,7 @@ import abc
 import sys
 from collections.abc import Iterator, Sequence
 
+from tensorloop._common.saved import saved
 from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Release, Restore, Snapshot, as_count
 from tensorloop.schedule.spans import binomial_segments, in_segments, reverse_segments
 
@@ -91,6 +92,7 @@ class Schedule(abc.ABC):
         return f"{type(self).__name__}({', '.join(f'{name}={value!r}' for name, value in vars(self).items())})"
 
 
+@saved("k")
 class Binomial(Schedule):
     """The fewest extra steps that k snapshots allow, for loops of known length (Revolve).
 
@@ -134,6 +136,7 @@ class Binomial(Schedule):
         return in_segments(binomial_segments(as_count(length, 0, "Binomial.sweep", "length"), self.k))
 
 
+@saved("every")
 class Periodic(Schedule):
     """Takes a snapshot every `every` steps; backward keeps all states of one such segment at a time.
 
@@ -169,6 +172,7 @@ class Periodic(Schedule):
         return _every(self.every, sys.maxsize if length is None else as_count(length, 0, "Periodic.sweep", "length"))
 
 
+@saved()
 class StoreAll(Schedule):
     """Takes a snapshot of every state: T snapshots, T extra steps; backward runs each step once.
 
@@ -191,6 +195,7 @@ class StoreAll(Schedule):
         return _every(1, sys.maxsize if length is None else as_count(length, 0, "StoreAll.sweep", "length"))
 
 
+@saved("of", "steps")
 class Blocks(Schedule):
     """Another schedule in blocks of steps: snapshots lie between blocks, and backward reverses a block at once.
 

@@ -17,6 +17,7 @@ import math
 from collections import deque
 from collections.abc import Iterator, Sequence
 
+from tensorloop._common.saved import saved
 from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Release, Restore, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
 
@@ -27,6 +28,7 @@ _ROLLING = 16  # stretches of residuals that a loop of unknown length keeps, of 
 _WORTH = 16  # times as many steps as residuals fit: from there on they are not kept on the way, only room for them
 
 
+@saved("budget", "carry", "residuals")
 class Budgeted(Schedule):
     """The fewest extra steps that a number of bytes allows: residuals are kept where they fit, and carries elsewhere.
 

@@ -4,6 +4,7 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, NamedTuple
 
 from tensorloop._common.extras import refuse_without
+from tensorloop._common.saved import saved
 from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Release, Restore, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
 
@@ -11,6 +12,7 @@ if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
 
+@saved()
 class _Stretch(NamedTuple):
     """Steps that run one after the other: when the first does, which they are, and how."""
 
@@ -20,6 +22,7 @@ class _Stretch(NamedTuple):
     kind: str
 
 
+@saved()
 @dataclass(frozen=True, repr=False)
 class Forecast:
     """A forecast of what a schedule does with a loop, by `tl.schedule.forecast`. `print` shows it in a line.

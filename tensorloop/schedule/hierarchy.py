@@ -10,12 +10,14 @@ from typing import Any
 
 from tensorloop._common.arguments import as_place, describe
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.saved import saved
 from tensorloop.schedule.actions import Action, Advance, Backward, Drop, Forward, Restore, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
 from tensorloop.schedule.spans import reverse_segments
 from tensorloop.schedule.tables import Costs, SweepPlan, less, plan_of
 
 
+@saved("place", "slots", "write", "read")
 class Level:
     """A place for the snapshots of a `Hierarchy` that is slower than memory: the CPU's memory, or a folder.
 
@@ -45,6 +47,12 @@ class Level:
         self.slots = None if slots is None else as_count(slots, 1, "Level", "slots")
         self.write, self.read = _as_cost(write, "write"), _as_cost(read, "read")
 
+    @classmethod
+    def __restored__(cls, place: str | Path, slots: int | None, write: float, read: float) -> "Level":
+        made = cls("cpu", slots, write=write, read=read)
+        made.place = place if place == "cpu" else Path(place)  # which this machine need not have
+        return made
+
     def __repr__(self) -> str:
         return f"Level({str(self.place)!r}, {self.slots}, write={self.write}, read={self.read})"
 
@@ -57,6 +65,7 @@ def _as_cost(x: Any, what: str) -> float:
     return cost
 
 
+@saved("memory", "levels")
 class Hierarchy(Schedule):
     """Keeps some snapshots in memory and the others in slower places, at the least total cost; for known lengths.
 
@@ -139,6 +148,10 @@ class Hierarchy(Schedule):
     def _plan(self, length: int, method: str) -> SweepPlan:
         length = as_count(length, 0, f"Hierarchy.{method}", "length")
         return _plan(self.memory, tuple(Costs(x.slots, x.write, x.read) for x in self.levels), length)
+
+    @classmethod
+    def __restored__(cls, memory: int, levels: Sequence[Level]) -> "Hierarchy":
+        return cls(memory, *levels)
 
     def __repr__(self) -> str:
         return f"Hierarchy({', '.join(map(repr, (self.memory, *self.levels)))})"

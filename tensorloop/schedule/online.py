@@ -5,11 +5,13 @@ import sys
 from bisect import bisect_left
 from collections.abc import Iterator
 
+from tensorloop._common.saved import saved
 from tensorloop.schedule.actions import Advance, Drop, Forward, Snapshot, as_count
 from tensorloop.schedule.base import Schedule
 from tensorloop.schedule.spans import cost, longest
 
 
+@saved("k")
 class Online(Schedule):
     """Places k snapshots as the loop goes, for loops of any length, known or not.
 

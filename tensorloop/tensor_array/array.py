@@ -20,8 +20,9 @@ import torch
 from torch import Tensor
 
 from tensorloop._common import arguments, scope
-from tensorloop._common.errors import Fact, Misuse, WrongType, WrongValue, named
+from tensorloop._common.errors import Fact, WrongType, WrongValue, named
 from tensorloop._common.faces import late
+from tensorloop._common.saved import restore
 from tensorloop._common.scope import here
 from tensorloop._torch import to_arguments, transforms
 from tensorloop._torch.eager_only import runs_eagerly
@@ -462,7 +463,15 @@ class TensorArray(ArrayCore):
 
     @named("pickle of a TensorArray")
     def __reduce__(self) -> tuple[Any, ...]:
-        return _restore, self._state()
+        given, capacity, holes, values = self._state()
+        return restore, ("TensorArray", given, capacity, [i for i, hole in enumerate(holes) if hole], values)
+
+    @classmethod
+    def __restored__(cls, given: Any, capacity: Any, skipped: list[int], values: Tensor | None) -> "TensorArray":
+        told = cls(**dict(zip(("element_shape", "dtype", "device"), given, strict=True)), capacity=capacity)
+        if values is not None:
+            checks.check_fits(values.shape[1:], values, *told._given[:2], None)
+        return _restore(told._given, told._capacity, Holes.of(skipped, [] if values is None else values), values)
 
     def __repr__(self) -> str:
         grad = ", requires_grad=True" if self._store is not None and self._store.requires_grad else ""
@@ -484,16 +493,8 @@ class TensorArray(ArrayCore):
         twin._home, twin._mask, twin._holes, twin._store = self._home, self._mask, Holes(self._holes), store
         return twin
 
-    def _state(self) -> tuple[Any, ...]:
-        store = self._store
-        if store is None:
-            return self._given, self._capacity, bytes(self._holes), None
-        if store.requires_grad:
-            raise Misuse("the array is part of an autograd graph; take detach() of it first")
-        return self._given, self._capacity, bytes(self._holes), store.whole().clone()
 
-
-def _restore(given: Any, capacity: int | None, holes: bytes, values: Tensor | None) -> TensorArray:
+def _restore(given: Any, capacity: int | None, holes: bytes | Holes, values: Tensor | None) -> TensorArray:
     array = TensorArray() if values is None else TensorArray.unstack(values)
     array._given, array._capacity, array._holes = given, capacity, Holes(holes)
     return array

@@ -179,6 +179,14 @@ class ArrayCore(NoTensor):
         self._holes.refuse(start, stop)
         return self._known_store().span(start, stop)
 
+    def _state(self) -> tuple[Any, ...]:
+        store = self._store
+        if store is None:
+            return self._given, self._capacity, bytes(self._holes), None
+        if store.requires_grad:
+            raise Misuse("the array is part of an autograd graph; take detach() of it first")
+        return self._given, self._capacity, bytes(self._holes), store.whole().clone()
+
 
 # What the array's methods of these names do with many slots in one call.
 

@@ -1,12 +1,22 @@
 """Which slots of an array were skipped: a byte a slot, so that a run of a million is searched in microseconds."""
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 
-from tensorloop._common.errors import WrongIndex
+from tensorloop._common.errors import WrongIndex, WrongValue
 
 
 class Holes(bytearray):
     """Slots below a `capacity` that were skipped and not yet written: byte i is 1. Empty for almost every array."""
+
+    @classmethod
+    def of(cls, slots: Iterable[int], values: Sized) -> "Holes":
+        """Holes at these slots, in order, of those that have values."""
+        made = cls()
+        for slot in slots:
+            if not 0 <= slot < len(values):
+                raise WrongValue(f"slot {slot} is a hole, but there are {len(values)} slots")
+            made.mark(slot, slot + 1)
+        return made
 
     def mark(self, start: int, stop: int) -> None:
         """Slots [start, stop) were skipped; start is not before the last hole."""

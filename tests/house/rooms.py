@@ -165,6 +165,7 @@ INNER_DOORS = {
 LATE_DOORS = {
     "__init__": {"f'{__name__}.{name}'"},
     "_common.moved": {"new"},
+    "_common.saved": {"f'tensorloop.{_HOMES[name]}'", "'packed.tensor'"},
     "_common.faces": {"f'tensorloop.{home_of[name]}'", "f'tensorloop.{home}'"},
     "kernels": {"f'tensorloop.kernels.{backend}.{module}'"},
     **{

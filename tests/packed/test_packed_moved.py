@@ -4,6 +4,7 @@ import importlib
 import io
 import pickle
 import zipfile
+from typing import Any
 
 import pytest
 import torch
@@ -11,6 +12,9 @@ import torch
 import tensorloop as tl
 from tensorloop.packed.rows import segments
 from tensorloop.packed.rows.dim import Dim
+from tensorloop.packed.scores.scores import PackedScores
+from tensorloop.packed.tensor import _rebuilt
+from tensorloop.packed.views.reordered import Reordered
 
 
 def test_an_old_name_warns_and_is_the_same_thing() -> None:
@@ -45,13 +49,30 @@ def test_a_file_written_before_is_read(weights_only: bool) -> None:
     p = tl.PackedTensor(torch.arange(3.0), [1, 2])
     scores = p.unsqueeze(-1) @ p.unsqueeze(-1).transpose(1, 2)
     file = io.BytesIO()
-    torch.save([p, p.unsqueeze(-1).transpose(1, 2), scores], file)
+    torch.save([p, p.unsqueeze(-1).transpose(1, 2), scores], file, pickle_module=AsBefore)
     moved = {"rows.dim": "dim", "views.reordered": "reordered", "scores.scores": "scores"}
     read, scored, seen = torch.load(io.BytesIO(_renamed(file.getvalue(), moved)), weights_only=weights_only)
     assert read.equal(p)
     assert read.dims == p.dims
     assert torch.equal(scored.pad(), p.unsqueeze(-1).transpose(1, 2).pad())
     assert torch.equal(seen.flat, scores.flat)
+
+
+class AsBefore:
+    """Pickles as before 0.3: each class by its own name."""
+
+    class Pickler(pickle.Pickler):
+        def reducer_override(self, x: Any) -> Any:
+            match x:
+                case tl.PackedTensor():
+                    return _rebuilt, (type(x), x.values, x._dim)
+                case Dim():
+                    return Dim, (x.name, x._lens)
+                case Reordered():
+                    return Reordered, (x.packed, x.batch, x.time)
+                case PackedScores():
+                    return PackedScores, (x.flat, x._like, x.rows, x.columns, x.lead)
+            return NotImplemented
 
 
 def _renamed(saved: bytes, moved: dict[str, str]) -> bytes:

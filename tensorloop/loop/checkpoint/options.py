@@ -10,6 +10,7 @@ import torch
 from tensorloop._common.arguments import as_int, as_place, describe
 from tensorloop._common.errors import WrongType, WrongValue, named
 from tensorloop._common.memory import free_bytes
+from tensorloop._common.saved import saved
 from tensorloop.schedule import Blocks, Schedule, of
 
 AUTO, SHARE = "auto", 0.5  # of the memory that is free
@@ -18,6 +19,7 @@ _UNITS = {"": 1, "b": 1, "kb": 10**3, "mb": 10**6, "gb": 10**9, "tb": 10**12}
 _UNITS |= {"kib": 2**10, "mib": 2**20, "gib": 2**30, "tib": 2**40}
 
 
+@saved()
 @dataclass(frozen=True, repr=False)
 class Checkpoints:
     """How many carries a loop keeps for backward, and where: for the argument `checkpoints` of a loop.
@@ -70,6 +72,13 @@ class Checkpoints:
     offload: str | Path | None = None
     check: bool = False
     residuals: int | None = None
+
+    @classmethod
+    def __restored__(cls, k: Any, budget: Any, offload: Any, check: bool, residuals: Any) -> "Checkpoints":
+        made = cls(k, budget, None, check, residuals)
+        # A folder need not be on this machine: a loop says so.
+        object.__setattr__(made, "offload", offload if offload in (None, "cpu") else Path(offload))
+        return made
 
     def __repr__(self) -> str:
         given = (f for f in fields(self) if getattr(self, f.name) != f.default)

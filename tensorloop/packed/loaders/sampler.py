@@ -1,6 +1,7 @@
 """Batches by their number of entries, for a DataLoader: rows of like lengths together, one plan for all processes."""
 
 from collections.abc import Iterator, Sequence
+from typing import Any, Self
 
 import torch
 from torch import Tensor
@@ -8,11 +9,13 @@ from torch.utils.data import Sampler
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.saved import saved
 from tensorloop.packed.rows.dim import Dim, as_dim
 
 _POOL = 32  # batches' worth of entries that are sorted together
 
 
+@saved("_lens", "_most", "_rows", "_shuffle", "_seed", "_drop", "_place", "_epoch")
 class BatchSampler(Sampler[list[int]]):
     """The `batch_sampler` of a DataLoader: batches that have at most `max_entries` entries together.
 
@@ -46,6 +49,9 @@ class BatchSampler(Sampler[list[int]]):
         [[0], [1, 2], [3, 4]]
     """
 
+    # As given: who loads it may be another process, of another number of them.
+    _place: tuple[int | None, int | None] = None, None
+
     @named("packed.BatchSampler")
     def __init__(
         self,
@@ -64,6 +70,7 @@ class BatchSampler(Sampler[list[int]]):
         self._rows = None if max_rows is None else arguments.at_least(1, max_rows, "max_rows")
         self._shuffle, self._seed, self._drop = bool(shuffle), arguments.as_int(seed, "seed"), bool(drop_last)
         self._rank, self._processes = _find_place(rank, world_size)
+        self._place = rank, world_size
         self._epoch = 0
         self._planned: tuple[int, list[list[int]]] | None = None
         too_long = (self._lens > self._most).nonzero()
@@ -73,6 +80,15 @@ class BatchSampler(Sampler[list[int]]):
                 f"lens[{i}] is {int(self._lens[i])}, more than max_entries, {self._most}; leave such examples out, or "
                 "allow more entries"
             )
+
+    @classmethod
+    def __restored__(
+        cls, lens: Any, most: int, rows: Any, shuffle: bool, seed: int, drop: bool, place: Any, epoch: int
+    ) -> Self:
+        options = {"shuffle": shuffle, "seed": seed, "drop_last": drop, "rank": place[0], "world_size": place[1]}
+        made = cls(lens, most, max_rows=rows, **options)
+        made.set_epoch(epoch)
+        return made
 
     @named("packed.BatchSampler.set_epoch")
     def set_epoch(self, epoch: int) -> None:

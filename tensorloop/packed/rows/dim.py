@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments, scope
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.saved import restore
 from tensorloop._common.uploads import upload_together
 from tensorloop._torch import transforms
 from tensorloop._torch.eager_only import runs_eagerly
@@ -285,7 +286,14 @@ class Dim(int):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its name and lengths."""
-        return Dim, (self.name, self._lens)
+        return restore, ("Dim", self.name, self._lens)
+
+    @staticmethod
+    def __restored__(name: str | None, lens: Tensor) -> "Dim":
+        dim = Dim(name, lens, check=not lens.is_meta)
+        if not lens.is_meta:
+            _ = dim.total  # against which values are checked
+        return dim
 
 
 def _offsets_of(lens: Tensor) -> Tensor:

@@ -16,6 +16,7 @@ from typing import Any, NoReturn
 from torch import Tensor
 
 from tensorloop._common.faces import late
+from tensorloop._common.saved import restore
 from tensorloop.packed.rows.dim import Dim
 
 _WRITE = (
@@ -50,7 +51,7 @@ class NoNumber:
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as its dim."""
-        return type(self), (self._dim,)
+        return restore, (type(self).__name__, self._dim)
 
     @classmethod
     def __torch_function__(cls, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None) -> Any:

@@ -11,7 +11,8 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tensorloop._common.errors import WrongIndex, WrongType, named
+from tensorloop._common.errors import WrongIndex, WrongType, WrongValue, named
+from tensorloop._common.saved import restore
 from tensorloop.packed.rows.dim import Dim
 from tensorloop.packed.rows.size import RaggedSize
 from tensorloop.packed.table.aliases import mark
@@ -109,7 +110,16 @@ class PackedScores(AnyOrder):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Copied and pickled as flat values, with the rows that they are of."""
-        return PackedScores, (self.flat, self._like, self.rows, self.columns, self.lead)
+        like = self._like._with(self.flat.new_empty(0), Dim(None, []).to(self.flat.device))
+        return restore, ("PackedScores", self.flat, like, self.rows, self.columns, self.lead)
+
+    @staticmethod
+    def __restored__(flat: Tensor, like: Any, rows: Dim, columns: Dim, lead: tuple[int, ...]) -> "PackedScores":
+        made = PackedScores(flat, like, rows, columns, tuple(lead))
+        count = sum(prod(size) for size in made.sizes)
+        if not isinstance(like, Packed) or min(lead, default=0) < 0 or flat.shape != (count,):
+            raise WrongValue(f"flat must be ({count},), a number for each pair of a row, got {tuple(flat.shape)}")
+        return made
 
     def __repr__(self) -> str:
         """Shape and values."""
@@ -120,8 +130,6 @@ class PackedScores(AnyOrder):
             return AttributeError(f"{name} is not known for packed scores; {INSTEAD}")
         return no_attribute(name, method=False)
 
-
-torch.serialization.add_safe_globals([PackedScores, (PackedScores, "tensorloop.packed.scores.PackedScores")])
 
 _pytree.register_pytree_node(
     PackedScores,

@@ -13,6 +13,7 @@ from torch import Tensor
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue, named
+from tensorloop._common.saved import saved
 from tensorloop.packed.static import static_layers, static_reduce
 from tensorloop.packed.static.static_ops import check_rows, dispatch, facts, refuse
 from tensorloop.packed.static.static_rows import StaticRows, attend
@@ -25,6 +26,7 @@ from tensorloop.packed.tensor import PackedTensor
 _TABLES = static_layers, static_reduce
 
 
+@saved("values", "lens", "max_len")
 class StaticPackedTensor(StaticPacked):
     """Rows (B, T*, *F) in a fixed number of entries: all shapes are known without reading lens, as CUDA graphs need.
 
@@ -131,6 +133,14 @@ class StaticPackedTensor(StaticPacked):
     def _with(self, values: Tensor) -> Self:
         """These values in the same rows, with 0 in free entries."""
         return _made(type(self), self._rows.clean(values), self._rows)
+
+    @classmethod
+    def __restored__(cls, values: Tensor, lens: Tensor, max_len: int) -> Self:
+        made = cls(values.detach(), lens, max_len=max_len)
+        made.values.requires_grad_(values.requires_grad)
+        if not lens.is_meta and bool((lens < 0).any()):  # rows that are too long are cut, as anywhere
+            raise WrongValue(f"lens must be at least 0 each, got {int(lens.min())}")
+        return made
 
     # -- facts
 

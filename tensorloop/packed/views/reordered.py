@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 from torch.utils import _pytree
 
-from tensorloop._common.errors import named
+from tensorloop._common.errors import WrongValue, named
 from tensorloop._common.faces import late
+from tensorloop._common.saved import restore
 from tensorloop._torch.eager_only import runs_kernels
 from tensorloop.packed.scores import score_ops
 from tensorloop.packed.scores.by_rows import open_only_rows
@@ -79,7 +80,13 @@ class Reordered(AnyOrder):
 
     def __reduce__(self) -> tuple[Any, ...]:
         """Pickled as the packed tensor and the places of its dims."""
-        return Reordered, (self.packed, self.batch, self.time)
+        return restore, ("Reordered", self.packed, self.batch, self.time)
+
+    @staticmethod
+    def __restored__(packed: Any, batch: int, time: int) -> "Reordered":
+        if not isinstance(packed, Packed) or batch == time or not {batch, time} <= set(range(packed.ndim)):
+            raise WrongValue(f"batch and time must be two dims of a packed tensor, got {batch} and {time}")
+        return Reordered(packed, batch, time)
 
     def __repr__(self) -> str:
         """Says of which packed tensor this is a view, and where its batch and its ragged dim are."""
@@ -94,7 +101,6 @@ class Reordered(AnyOrder):
 
 
 makes_views(Reordered)
-torch.serialization.add_safe_globals([Reordered, (Reordered, "tensorloop.packed.reordered.Reordered")])
 
 
 def _way_back(x: PackedView) -> str:
