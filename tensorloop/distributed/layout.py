@@ -49,7 +49,7 @@ class Layout(NamedTuple):
         return list(x.chunk(2, dim)) if self.zigzag and x.shape[dim] else [x] * (2 if self.zigzag else 1)
 
     def in_order(self, of_ranks: Sequence[Sequence[Any]], reverse: bool) -> list[Any]:
-        """What each rank has of its chunks, in the order of the chunks."""
+        """Puts in the order of the chunks what each rank has of its own."""
         found: list[Any] = [None] * self.count
         for rank, parts in enumerate(of_ranks):
             for chunk, part in zip(

@@ -21,7 +21,7 @@ from tensorloop.loop.slabs import put_loop_dim_at
 
 
 def associative(fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool, checkpoints: Any, layout: Any) -> Any:
-    """What `loop.associative_scan` does with DTensors."""
+    """Runs `loop.associative_scan` of DTensors."""
     tree, given = taken_apart(xs)
     for path, x in zip(tree.paths, given, strict=True):
         if not is_sharded(x):

@@ -95,7 +95,7 @@ def find_ranks(group: Any, device: torch.device | None, name: str) -> Ranks:
 
 
 def agree(ranks: Ranks, prepare: Callable[[], tuple[R, Sequence[Any], Sequence[int]]]) -> tuple[R, list[list[int]]]:
-    """What `prepare` gives, and the ints of every rank, once all ranks are found to make the same call.
+    """Gives what `prepare` does, and the ints of every rank, once all ranks are found to make the same call.
 
     `prepare` checks this rank's arguments and gives (found, signature, ints). What it raises on one rank, and a
     signature that differs, is an error on every rank.

@@ -29,7 +29,7 @@ _CUT = 1 << 40
 
 
 def linear(a: Any, b: Any, init: Any, dim: int, reverse: bool, matrix: bool, resets: Any, layout: Any) -> Any:
-    """What `loop.linear_recurrence` does with DTensors."""
+    """Runs `loop.linear_recurrence` of DTensors."""
     packed = is_packed(b)
     values = b.values if packed else b
     dim = 0 if packed else dim % max(values.dim(), 1)
@@ -119,7 +119,7 @@ class _Chunk(NamedTuple):
 
 
 class _Summary(NamedTuple):
-    """What a chunk makes of what comes before it: factors * that + sum; where cut, the sum alone."""
+    """A chunk takes what comes before it to factors * that + sum; where cut, the sum alone."""
 
     factors: Scaled
     sum: Tensor
@@ -131,7 +131,7 @@ class _Summary(NamedTuple):
 
 
 class _Call(NamedTuple):
-    """What one recurrence is, beside its tensors."""
+    """Describes one recurrence, beside its tensors."""
 
     place: Layout
     dim: int

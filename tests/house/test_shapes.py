@@ -11,7 +11,7 @@ from docs.house import graph, layers, modules
 # Room -> boxes, floors, arrows.
 BOUNDS: dict[str, tuple[int, int, int]] = {
     "_common": (18, 4, 5),
-    "_torch": (19, 3, 12),
+    "_torch": (20, 3, 13),  # 0061
     "attention": (15, 8, 23),
     "beam": (19, 7, 42),
     "compiler": (13, 7, 44),
