@@ -39,12 +39,11 @@ def without_fsdp(refuse: Callable[[str], Exception]) -> AbstractContextManager[A
     return register_module_forward_pre_hook(look)
 
 
-def as_dtensor(local: Tensor, like: Any, shape: torch.Size | None = None) -> Any:
-    """A rank's part as a DTensor placed as `like`, of its global shape or another; no message."""
-    shape = like.shape if shape is None else shape
-    strides = torch.empty(shape, device="meta").stride()
+def as_dtensor(local: Tensor, like: Any) -> Any:
+    """A rank's part as a DTensor placed as `like`, of its global shape; no message."""
+    strides = torch.empty(like.shape, device="meta").stride()
     kind = sys.modules["torch.distributed.tensor"].DTensor
-    return kind.from_local(local, like.device_mesh, like.placements, run_check=False, shape=shape, stride=strides)
+    return kind.from_local(local, like.device_mesh, like.placements, run_check=False, shape=like.shape, stride=strides)
 
 
 def replaced(x: Any, dims: Sequence[int | None], summed: Sequence[bool]) -> Tensor:

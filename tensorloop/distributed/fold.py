@@ -17,7 +17,8 @@ from tensorloop.distributed.ranks import Ranks, agree, find_ranks, words
 from tensorloop.loop.called import check_callable
 from tensorloop.loop.slabs import flatten_like, kind_of
 
-Carry, X = TypeVar("Carry"), TypeVar("X")
+Carry = TypeVar("Carry")
+X = TypeVar("X")
 
 
 @named("distributed.exclusive_fold")

@@ -30,12 +30,12 @@ class Layout(NamedTuple):
 
     def chunks(self, reverse: bool) -> list[int]:
         """The numbers of this rank's chunks, in the order in which they lie here."""
-        rank, count = self.ranks.rank, self.count
+        rank, count = self.ranks.rank, self.total
         found = [rank, count - 1 - rank] if self.zigzag else [rank]
         return [count - 1 - c for c in found] if reverse else found
 
     @property
-    def count(self) -> int:
+    def total(self) -> int:
         """The number of chunks of all ranks."""
         return self.ranks.size * (2 if self.zigzag else 1)
 
@@ -50,7 +50,7 @@ class Layout(NamedTuple):
 
     def in_order(self, of_ranks: Sequence[Sequence[Any]], reverse: bool) -> list[Any]:
         """Puts in the order of the chunks what each rank has of its own."""
-        found: list[Any] = [None] * self.count
+        found: list[Any] = [None] * self.total
         for rank, parts in enumerate(of_ranks):
             for chunk, part in zip(
                 self._replace(ranks=self.ranks._replace(rank=rank)).chunks(reverse), parts, strict=True
@@ -87,8 +87,9 @@ def check_mesh(place: Layout, **given: Any) -> None:
     """Refuses a tensor that is no DTensor on the mesh of the layout's."""
     mesh = place.like.device_mesh
     for what, x in given.items():
-        if isinstance(x, Tensor) and (not is_sharded(x) or x.device_mesh != mesh):
-            came = f"one on {x.device_mesh}" if is_sharded(x) else describe(x)
+        on: Any = x.device_mesh if is_sharded(x) else None
+        if isinstance(x, Tensor) and on != mesh:
+            came = describe(x) if on is None else f"one on {on}"
             raise WrongType(
                 f"{what} must be a number or a DTensor on the mesh of b, {mesh}, got {came}; "
                 f"distribute_tensor({what}, mesh, placements) places it, [Replicate()] whole on every rank"

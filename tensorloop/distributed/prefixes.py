@@ -67,7 +67,7 @@ def associative(fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool,
     for i, (number, ys) in enumerate(zip(numbers, found, strict=True)):
         if before[number] is not None and len(ys[0]):
             found[i] = combine([x.expand_as(y) for x, y in zip(before[number], ys, strict=True)], ys)
-    joined = [join(torch.cat(of) if len(of) > 1 else of[0]) for of in zip(*found, strict=True)]
+    joined = [join(torch.cat(of) if len(numbers) > 1 else next(iter(of))) for of in zip(*found, strict=True)]
     return _placed(tree, joined, places)
 
 

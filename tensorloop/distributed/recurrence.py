@@ -78,7 +78,8 @@ def _dense_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: La
     def stand_in(x: Any) -> Any:
         return torch.empty(x.shape, dtype=x.dtype, device="meta") if is_sharded(x) else x
 
-    whole = steps.dense_steps(*map(stand_in, (a, b, init, resets)), place.dim, matrix)  # checks what was given
+    given = [stand_in(x) for x in (a, b, init, resets)]
+    whole = steps.dense_steps(given[0], given[1], given[2], given[3], place.dim, matrix)  # checks what was given
     a = aligned(a, place, 1 if matrix else 0) if isinstance(a, Tensor) else a
     init = aligned(init, place, without_time=True) if isinstance(init, Tensor) else init
     resets = aligned(resets, place, -1 if matrix else 0) if isinstance(resets, Tensor) else resets
@@ -258,7 +259,7 @@ class _InShards(torch.autograd.Function):
     def forward(  # pyright: ignore[reportIncompatibleMethodOverride]
         ctx: Any, call: _Call, a: Tensor, b: Tensor, init: Tensor, starts: Tensor | None, recorded: Tensor
     ) -> Tensor:
-        end = call.place.count - 1
+        end = call.place.total - 1
         chunks = call.cut(a, b, starts)
         zero = torch.zeros_like(init, memory_format=torch.contiguous_format)
         found: dict[int, Tensor] = {}
@@ -300,7 +301,7 @@ class _InShards(torch.autograd.Function):
     def differentiate(ctx: Any, grad: Tensor) -> tuple[Tensor | None, Tensor, Tensor]:
         call: _Call = ctx.call
         a, h, starts, *kept = ctx.saved_tensors
-        constant, end = not ctx.needs_input_grad[1], call.place.count - 1
+        constant, end = not ctx.needs_input_grad[1], call.place.total - 1
         chunks = call.cut(a, h, starts)  # of b nothing but its length is asked
         grads = call.place.cut(grad, call.dim)
         hs = call.place.cut(h, call.dim)
@@ -331,10 +332,9 @@ class _InShards(torch.autograd.Function):
         if constant:
             return None, of_b, of_init
         parts = [x[0] for x in in_place]
-        of_a: Tensor = (
-            sum(parts[1:], parts[0]) if call.shared else torch.cat(parts, call.dim) if parts[1:] else parts[0]
-        )
-        return of_a, of_b, of_init
+        if call.shared:
+            return sum(parts[1:], parts[0]), of_b, of_init
+        return torch.cat(parts, call.dim) if parts[1:] else parts[0], of_b, of_init
 
 
 def len_of(chunk: _Chunk, call: _Call) -> int:

@@ -114,7 +114,7 @@ def linear_recurrence(
     arguments.as_bool(reverse, "reverse")
     arguments.as_bool(matrix, "matrix")
     dim = 1 if isinstance(dim, Dim) else arguments.as_int(dim, "dim")
-    given: tuple[Any, ...] = a, b, init, resets
+    given: list[Any] = [a, b, init, resets]
     if any(is_sharded(x.values if is_packed(x) else x) for x in given):
         around.check_whole("linear_recurrence")
         return _in_shards(a, b, init, dim, reverse, matrix, resets, layout)
@@ -123,12 +123,13 @@ def linear_recurrence(
     if is_packed(b):
         check_gradient(a, b)
         rows: Any = b
-        steps = of_rows(packed_steps(*given, matrix), rows._dim, rows._dim._positions, rows._dim._row_ids, reverse)
+        steps = of_rows(
+            packed_steps(a, b, init, resets, matrix), rows._dim, rows._dim._positions, rows._dim._row_ids, reverse
+        )
         return rows._with(run_steps(*steps, 0, reverse, matrix))
-    *given, dim = dense_steps(*given, dim, matrix)
-    if given[3] is not None:
-        given[3] = begun(given[3], given[1], dim, reverse)
-    found: Any = run_steps(*given, dim, reverse, matrix)
+    factors, values, begin, starts, dim = dense_steps(a, b, init, resets, dim, matrix)
+    starts = None if starts is None else begun(starts, values, dim, reverse)
+    found: Any = run_steps(factors, values, begin, starts, dim, reverse, matrix)
     return found
 
 

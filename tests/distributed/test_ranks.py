@@ -65,8 +65,8 @@ def refusals(rank: int) -> dict[str, str]:
 
     run: Any = tl.linear_recurrence
     scan: Any = tl.associative_scan
-    group = dist.new_group([0, 1])
-    other = dist.new_group([0])
+    group: Any = dist.new_group([0, 1])
+    other: Any = dist.new_group([0])
     calls: dict[str, Callable[[], Any]] = {
         "features": lambda: run(0.5, ones(3, 2 + rank)),
         "dtype": lambda: run(0.5, ones(3, 2, dtype=torch.float32 if rank else D)),
@@ -179,7 +179,7 @@ def dtensors(rank: int) -> list[str]:
     mesh, made = init_device_mesh("cpu", (WORLD,)), torch.Generator().manual_seed(0)
     xs, h, w = (torch.randn(shape, dtype=D, generator=made) * 0.6 for shape in ((6, 4, 3), (4, 3), (3, 3)))
 
-    def run(xs: Any, h: Any, w: Any, options: dict[str, Any]) -> list[Tensor]:
+    def run(xs: Any, h: Any, w: Any, options: dict[str, Any]) -> list[Any]:
         last, ys = tl.scan(lambda h, x: ((h @ w + x).tanh(), h * 2), h, xs, **options)
         doubled = tl.map(lambda x: x * 2, ys.detach())
         loss = last.sum() + ys.square().sum()

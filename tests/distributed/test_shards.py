@@ -61,7 +61,7 @@ class Parts:
     def part(self, x: Tensor, dim: int) -> Tensor:
         return x.narrow(dim, self.here.start, self.here.stop - self.here.start)
 
-    def sharded(self, x: Tensor, dim: int, needs: bool) -> tuple[Any, Tensor]:
+    def sharded(self, x: Tensor, dim: int, needs: bool) -> tuple[Any, Any]:
         """The DTensor, and the leaf that holds this rank's part."""
         leaf = self.part(x.detach(), dim).clone().requires_grad_(needs)
         placed = DTensor.from_local(
@@ -109,7 +109,9 @@ def a_recurrence(seed: int, rank: int, size: int, mesh: DeviceMesh) -> None:
     at_a, at_resets = dim - len(shape) - matrix, dim - len(shape) + matrix
     case = (seed, reverse, matrix, zigzag, parts.lens, shape, of_a, dim, resets is not None)
 
-    leaves = [x if x is None else x.clone().requires_grad_(on) for x, on in ((a, needs), (b, True), (init, True))]
+    leaves: list[Any] = [
+        x if x is None else x.clone().requires_grad_(on) for x, on in ((a, needs), (b, True), (init, True))
+    ]
     in_time = None if resets is None else parts.by_time(resets, at_resets)
     one, other = parts.by_time(leaves[0], at_a), parts.by_time(leaves[1], dim - len(shape))
     h = reference.linear_recurrence(one, other, leaves[2], dim, reverse, matrix, in_time)
@@ -117,13 +119,13 @@ def a_recurrence(seed: int, rank: int, size: int, mesh: DeviceMesh) -> None:
     weights = draw(shape)
     h.backward(weights)
 
-    def placed(x: Tensor, at: int, on: bool) -> tuple[Any, Tensor | None]:
+    def placed(x: Tensor, at: int, on: bool) -> tuple[Any, Any]:
         if x.dim() >= -at and x.shape[at] == parts.T > 1:
             return parts.sharded(x, at % x.dim(), on)
         return parts.whole(x, on), None
 
     (sharded_a, leaf_a), (sharded_b, leaf_b) = placed(a, at_a, needs), parts.sharded(b, dim, True)
-    sharded_init = None if init is None else parts.whole(init, True)
+    sharded_init: Any = None if init is None else parts.whole(init, True)
     sharded_resets = None if resets is None else placed(resets, at_resets, False)[0]
     found: Any = tl.linear_recurrence(
         sharded_a, sharded_b, sharded_init, dim=dim, reverse=reverse, matrix=matrix, resets=sharded_resets,
@@ -161,20 +163,21 @@ def packed_rows(rank: int, size: int, mesh: DeviceMesh) -> None:
         values = torch.randn(sum(lens), 3, dtype=D, generator=made)
         factors = torch.randn([(4, 1, 3), (3,), (sum(lens), 3)][seed % 3], dtype=D, generator=made)
         init = torch.randn(4, 3, dtype=D, generator=made) if seed % 2 else None
-        given = [x if x is None else x.clone().requires_grad_() for x in (factors, values, init)]
+        given: list[Any] = [x if x is None else x.clone().requires_grad_() for x in (factors, values, init)]
         by_entry = seed % 3 == 2
         one = tl.PackedTensor(given[0], lens) if by_entry else given[0]
         h = tl.linear_recurrence(one, tl.PackedTensor(given[1], lens), given[2], reverse=seed % 4 > 1).values
         h.backward(values)
         sharded, leaf = parts.sharded(values, 0, True)
         of_a, leaf_a = parts.sharded(factors, 0, True) if by_entry else (parts.whole(factors, True), None)
+        sharded_init: Any = None if init is None else parts.whole(init, True)
         found = tl.linear_recurrence(
             tl.PackedTensor(of_a, lens) if by_entry else of_a,
             tl.PackedTensor(sharded, lens),
-            None if init is None else (sharded_init := parts.whole(init, True)),
+            sharded_init,
             reverse=seed % 4 > 1,
         )
-        local = found.values.to_local()
+        local: Tensor = found.values.to_local()  # pyright: ignore
         close(local, parts.part(h, 0), seed)
         local.backward(parts.part(values, 0))
         close(leaf.grad, parts.part(given[1].grad, 0), seed)
@@ -199,9 +202,10 @@ def odd_numbers(rank: int, size: int, mesh: DeviceMesh) -> dict[str, Any]:
     tiny = tl.linear_recurrence(local(torch.full((40, 2), 1e-30)), local(last.float())).full_tensor()
     rows = torch.ones(size * 2, dtype=D)
     rows[0] = torch.nan
-    spoilt = tl.linear_recurrence(
+    broken: Any = tl.linear_recurrence(
         0.5, tl.PackedTensor(distribute_tensor(rows, mesh, [Shard(0)]), [1, size * 2 - 1])
-    ).values.full_tensor()
+    ).values
+    spoilt = broken.full_tensor()
     # Only the first rank asks for a gradient, and only the last one's part is in a loss.
     leaf = torch.ones(3, dtype=D, requires_grad=rank == 0)
     h: Any = tl.linear_recurrence(0.5, local(leaf))
@@ -221,16 +225,17 @@ def other_dims(rank: int, size: int, mesh: DeviceMesh) -> Any:
     leaf = distribute_tensor(x, mesh, [Shard(1)]).requires_grad_()
     y: Any = tl.linear_recurrence(0.5, leaf)
     (first,) = torch.autograd.grad(y.square().sum(), leaf, create_graph=True)
-    return torch.autograd.grad(first.square().sum(), leaf)[0].full_tensor().isfinite().all()
+    second: Any = torch.autograd.grad(first.square().sum(), leaf)[0]
+    return second.full_tensor().isfinite().all()
 
 
 def two_dims(rank: int) -> None:
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("time", "features"))
     x = torch.randn(6, 4, dtype=D, generator=torch.Generator().manual_seed(0))
     a, init = x.sin(), x[0].cos()
-    leaves = [y.clone().requires_grad_() for y in (a, x, init)]
+    leaves: list[Any] = [y.clone().requires_grad_() for y in (a, x, init)]
     tl.linear_recurrence(*leaves).backward(x)
-    placed = [
+    placed: list[Any] = [
         distribute_tensor(y.detach(), mesh, kind).requires_grad_()
         for y, kind in ((a, [Replicate(), Replicate()]), (x, [Shard(0), Shard(1)]), (init, [Replicate(), Replicate()]))
     ]
@@ -262,7 +267,7 @@ def scans(rank: int, size: int, mesh: DeviceMesh) -> None:
         def fn(p: Any, q: Any) -> Any:
             return q[0] @ p[0], (q[0] @ p[1].unsqueeze(-1)).squeeze(-1) + q[1]
 
-        given = [x.clone().requires_grad_() for x in xs]
+        given: list[Any] = [x.clone().requires_grad_() for x in xs]
         ys = tl.associative_scan(fn, tuple(x.index_select(dim, parts.in_time) for x in given), dim=dim, reverse=reverse)
         ys = [y.index_select(dim, parts.as_held) for y in ys]
         torch.autograd.backward(ys, [*xs])
@@ -275,7 +280,7 @@ def scans(rank: int, size: int, mesh: DeviceMesh) -> None:
         torch.autograd.backward(local, [parts.part(x, dim) for x in xs])
         for y, z, (_, leaf), x in zip(local, ys, placed, given, strict=True):
             close(y, parts.part(z, dim), seed)
-            close(leaf.grad, parts.part(x.grad, dim), seed)  # pyright: ignore[reportArgumentType]
+            close(leaf.grad, parts.part(x.grad, dim), seed)
 
 
 @on_meshes
@@ -356,8 +361,8 @@ class Touched(TorchDispatchMode):
         return out
 
 
-def counted(a: Any, b: Any, weights: Tensor) -> tuple[int, int, Tensor]:
-    """(bytes kept, numbers touched, h) of a recurrence and its gradient."""
+def counted(a: Any, b: Any, leaves: list[Tensor], weights: Tensor) -> tuple[int, int]:
+    """Bytes kept and numbers touched by a recurrence and its gradient."""
 
     def run() -> Tensor:
         h: Any = tl.linear_recurrence(a, b)
@@ -366,8 +371,8 @@ def counted(a: Any, b: Any, weights: Tensor) -> tuple[int, int, Tensor]:
     kept = tl.memory.saved_bytes(run)
     with Touched() as touched:
         h = run()
-        torch.autograd.grad(h, [a, b] if not isinstance(a, DTensor) else [a.leaf, b.leaf], weights)
-    return kept, touched.count, h
+        torch.autograd.grad(h, leaves, weights)
+    return kept, touched.count
 
 
 @on_meshes
@@ -382,16 +387,12 @@ def costs(rank: int, size: int, mesh: DeviceMesh) -> Any:
     found = {}
     for T in (240, 2400):
         whole = [torch.ones(T, 5, requires_grad=True) for _ in range(2)]
-        one = counted(*whole, torch.ones(T, 5))
+        one = counted(whole[0], whole[1], whole, torch.ones(T, 5))
         leaves = [torch.ones(T // size, 5, requires_grad=True) for _ in range(2)]
         parts: list[Any] = [DTensor.from_local(x, mesh, [Shard(0)]) for x in leaves]
-        for part, leaf in zip(parts, leaves, strict=True):
-            part.leaf = leaf
-        Ranks.gather = gather
-        try:
-            mine = counted(*parts, torch.ones(T // size, 5))
-        finally:
-            Ranks.gather = plain
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(Ranks, "gather", gather)
+            mine = counted(parts[0], parts[1], leaves, torch.ones(T // size, 5))
         found[T] = [*sent], mine[0] / one[0], mine[1] / one[1]
         sent.clear()
     return found

@@ -132,7 +132,19 @@ def test_dir_shows_public_names_alone():
 
 
 def test_submodules_show_only_names_of_their_own():
-    for name in ("beam", "compat", "cuda", "distributed", "hf", "loop", "ordering", "packed", "risk", "schedule", "testing"):
+    for name in (
+        "beam",
+        "compat",
+        "cuda",
+        "distributed",
+        "hf",
+        "loop",
+        "ordering",
+        "packed",
+        "risk",
+        "schedule",
+        "testing",
+    ):
         module = importlib.import_module(f"tensorloop.{name}")
         assert sorted(module.__all__) == dir(module), name
         assert not {"Any", "Callable", "Tensor", "torch"} & {*module.__all__}
