@@ -333,7 +333,7 @@ class _InShards(torch.autograd.Function):
             return None, of_b, of_init
         parts = [x[0] for x in in_place]
         if call.shared:
-            return sum(parts[1:], parts[0]), of_b, of_init
+            return torch.stack(parts).sum(0), of_b, of_init
         return torch.cat(parts, call.dim) if parts[1:] else parts[0], of_b, of_init
 
 
