@@ -23,7 +23,7 @@ def is_sharded(x: Any) -> bool:
     return isinstance(x if transforms.maybe_level() is None else transforms.numbers(x), module.DTensor)
 
 
-def without_fsdp(refuse: Callable[[str], Exception]) -> AbstractContextManager[Any]:
+def without_fsdp(refuse: Callable[[str], BaseException]) -> AbstractContextManager[Any]:
     """Inside, a module of FSDP is refused before it prepares itself for a call, which must not be left half done.
 
     `refuse` is called with the name of its class.

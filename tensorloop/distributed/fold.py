@@ -147,7 +147,7 @@ def exchange(
     for kind, at in places.items():
         flat = torch.cat([leaves[i].reshape(-1) for i in at])
         if recorded and (kind.is_floating_point or kind.is_complex):
-            flat = gathered = _Gather.apply(ranks, flat, flat.new_zeros((), requires_grad=True))
+            flat = gathered = _OfAllRanks.apply(ranks, flat, flat.new_zeros((), requires_grad=True))
             tied.append(gathered)
         else:
             gathered = ranks.gather(flat)
@@ -163,7 +163,7 @@ def exchange(
     return parts, join
 
 
-class _Gather(torch.autograd.Function):
+class _OfAllRanks(torch.autograd.Function):
     """(P, n) of each rank's n numbers; `recorded` has a gradient where this rank's own numbers may have none."""
 
     @staticmethod

@@ -20,7 +20,7 @@ from tensorloop.distributed.ranks import Ranks, find_ranks
 LAYOUTS = ("contiguous", "zigzag")
 
 
-class Layout(NamedTuple):
+class TimeLayout(NamedTuple):
     """How the time dim of one DTensor lies on its mesh."""
 
     like: Any  # that DTensor
@@ -59,7 +59,7 @@ class Layout(NamedTuple):
         return found
 
 
-def find_layout(name: str, what: str, x: Any, dim: int, layout: Any) -> Layout:
+def find_layout(name: str, what: str, x: Any, dim: int, layout: Any) -> TimeLayout:
     """The layout of the time dim of `x`; where no mesh dim shards it, of one rank."""
     if not is_sharded(x):
         raise WrongType(
@@ -80,10 +80,10 @@ def find_layout(name: str, what: str, x: Any, dim: int, layout: Any) -> Layout:
         ranks = find_ranks(mesh.get_group(along[0]), x.device, name) if along else Ranks(None, 0, 1, x.device, name)
     except AssertionError as error:
         raise Misuse(f"the mesh of {what} is of no use any more: {error}") from None
-    return Layout(x, dim, ranks, layout == "zigzag" and ranks.size > 1)
+    return TimeLayout(x, dim, ranks, layout == "zigzag" and ranks.size > 1)
 
 
-def check_mesh(place: Layout, **given: Any) -> None:
+def check_mesh(place: TimeLayout, **given: Any) -> None:
     """Refuses a tensor that is no DTensor on the mesh of the layout's."""
     mesh = place.like.device_mesh
     for what, x in given.items():
@@ -96,7 +96,7 @@ def check_mesh(place: Layout, **given: Any) -> None:
             )
 
 
-def aligned(x: Any, place: Layout, more: int = 0, without_time: bool = False) -> Tensor:
+def aligned(x: Any, place: TimeLayout, more: int = 0, without_time: bool = False) -> Tensor:
     """This rank's part of a DTensor that broadcasts to the layout's: sharded where its dims are, differentiably.
 
     `more`: dims that it has at the end beyond those, as matrices have; less than 0 for fewer.

@@ -14,7 +14,7 @@ from tensorloop._common.errors import WrongType, WrongValue
 from tensorloop._common.pytree import Tree, taken_apart
 from tensorloop._torch.shards import as_dtensor, is_sharded
 from tensorloop.distributed.fold import exchange, needs_gradient
-from tensorloop.distributed.layout import Layout, find_layout
+from tensorloop.distributed.layout import TimeLayout, find_layout
 from tensorloop.distributed.ranks import agree, words
 from tensorloop.loop.associative import combiner, scan_leaves
 from tensorloop.loop.slabs import put_loop_dim_at
@@ -71,6 +71,6 @@ def associative(fn: Callable[[Any, Any], Any], xs: Any, dim: int, reverse: bool,
     return _placed(tree, joined, places)
 
 
-def _placed(tree: Tree, ys: Sequence[Tensor], places: Sequence[Layout]) -> Any:
+def _placed(tree: Tree, ys: Sequence[Tensor], places: Sequence[TimeLayout]) -> Any:
     """The tree of results, each placed as its leaf of xs."""
     return tree.unflatten([as_dtensor(put_loop_dim_at(y, at.dim), at.like) for y, at in zip(ys, places, strict=True)])

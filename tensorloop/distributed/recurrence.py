@@ -18,7 +18,7 @@ from tensorloop._common.errors import Misuse, WrongValue
 from tensorloop._torch.formula import Formula
 from tensorloop._torch.shards import as_dtensor, is_sharded
 from tensorloop.distributed.fold import needs_gradient, once
-from tensorloop.distributed.layout import Layout, aligned, check_mesh, find_layout
+from tensorloop.distributed.layout import TimeLayout, aligned, check_mesh, find_layout
 from tensorloop.distributed.ranks import agree, as_bytes, words
 from tensorloop.distributed.scaled import Scaled, product, times_power
 from tensorloop.loop import linear as steps
@@ -70,7 +70,7 @@ def linear(a: Any, b: Any, init: Any, dim: int, reverse: bool, matrix: bool, res
     return b._with(h) if packed else h
 
 
-def _dense_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: Layout) -> tuple[Any, bool]:
+def _dense_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: TimeLayout) -> tuple[Any, bool]:
     """(a, b, init, resets) of this rank, all with the dims of b; whether one factor is for all steps."""
 
     check_mesh(place, a=a, init=init, resets=resets)
@@ -86,7 +86,7 @@ def _dense_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: La
     return steps.dense_steps(a, b.to_local(), init, resets, place.dim, matrix)[:4], whole[0].shape[place.dim] == 1
 
 
-def _packed_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: Layout) -> tuple[Any, bool]:
+def _packed_parts(a: Any, b: Any, init: Any, resets: Any, matrix: bool, place: TimeLayout) -> tuple[Any, bool]:
     """(a, values, init, resets, whether a is by entry) of this rank, of which by row is whole."""
 
     check_mesh(place, **{k: getattr(x, "values", x) for k, x in (("a", a), ("init", init), ("resets", resets))})
@@ -110,7 +110,7 @@ def _begin_rows(found: Any, ragged: Any, lens: list[int], rank: int, reverse: bo
     return steps.of_rows(found, ragged, ragged._positions[here], ragged._row_ids[here], reverse)
 
 
-class _Chunk(NamedTuple):
+class _TimeChunk(NamedTuple):
     """The steps of one chunk; `starts` None where h begins nowhere anew."""
 
     number: int
@@ -134,7 +134,7 @@ class _Summary(NamedTuple):
 class _Call(NamedTuple):
     """Describes one recurrence, beside its tensors."""
 
-    place: Layout
+    place: TimeLayout
     dim: int
     reverse: bool
     at: int | None
@@ -143,12 +143,12 @@ class _Call(NamedTuple):
     def formula(self, anew: bool, constant: bool) -> Formula:
         return formula_of(self.dim, self.reverse, self.at, anew, constant)
 
-    def cut(self, a: Tensor, b: Tensor, starts: Tensor | None) -> list[_Chunk]:
+    def cut(self, a: Tensor, b: Tensor, starts: Tensor | None) -> list[_TimeChunk]:
         """This rank's chunks, in the order in which they lie here."""
         numbers, cut = self.place.chunks(self.reverse), self.place.cut
         each = [a] * len(numbers) if self.shared else cut(a, self.dim)
         begins = [None] * len(numbers) if starts is None else cut(starts, self.dim)
-        return [_Chunk(*of) for of in zip(numbers, each, cut(b, self.dim), begins, strict=True)]
+        return [_TimeChunk(*of) for of in zip(numbers, each, cut(b, self.dim), begins, strict=True)]
 
     def first(self, x: Tensor) -> Tensor:
         return x if x.shape[self.dim] == 1 else x.narrow(self.dim, x.shape[self.dim] - 1 if self.reverse else 0, 1)
@@ -160,12 +160,12 @@ class _Call(NamedTuple):
         parts = [new, x.narrow(self.dim, 0 if self.reverse else 1, x.shape[self.dim] - 1)]
         return torch.cat(parts[::-1] if self.reverse else parts, self.dim)
 
-    def begun(self, chunk: _Chunk) -> Tensor:
+    def begun(self, chunk: _TimeChunk) -> Tensor:
         """The starts of a chunk, its first step one of them."""
         assert chunk.starts is not None
         return self.with_first(chunk.starts, torch.ones_like(self.first(chunk.starts)))
 
-    def run(self, chunk: _Chunk, enter: Tensor) -> Tensor:
+    def run(self, chunk: _TimeChunk, enter: Tensor) -> Tensor:
         """All h of a chunk, from the one before it."""
         if not chunk.b.shape[self.dim]:
             return chunk.b
@@ -177,7 +177,7 @@ class _Call(NamedTuple):
         return formula.run(chunk.a, self.with_first(chunk.b, b), self.begun(chunk))
 
     def vjp(
-        self, chunk: _Chunk, grad: Tensor, enter: Tensor, h: Tensor, constant: bool, ask: Tensor | None = None
+        self, chunk: _TimeChunk, grad: Tensor, enter: Tensor, h: Tensor, constant: bool, ask: Tensor | None = None
     ) -> tuple[Any, Tensor, Tensor]:
         """The gradients of a chunk's a (None: of a constant), b and of the h before it; `ask` that of its last h."""
         if not (n := chunk.b.shape[self.dim]):
@@ -209,7 +209,7 @@ class _Call(NamedTuple):
 
     # -- between ranks
 
-    def factors(self, chunk: _Chunk) -> Scaled:
+    def factors(self, chunk: _TimeChunk) -> Scaled:
         """The product of a chunk's factors: of one step's shape, its exponents broadcast to vectors."""
         n, matrix = chunk.b.shape[self.dim], self.at is not None
         step = chunk.a.movedim(self.dim, 0)
@@ -226,7 +226,7 @@ class _Call(NamedTuple):
             exponents = torch.where(chunk.starts.any(self.dim, keepdim=True), _CUT, exponents)
         return Scaled(numbers, exponents)
 
-    def of_nothing(self, chunk: _Chunk, s: Tensor) -> _Summary:
+    def of_nothing(self, chunk: _TimeChunk, s: Tensor) -> _Summary:
         """The summary that is s whatever came before."""
         shape = [*chunk.a.shape]
         shape[self.dim] = 1
@@ -337,6 +337,6 @@ class _InShards(torch.autograd.Function):
         return torch.cat(parts, call.dim) if parts[1:] else parts[0], of_b, of_init
 
 
-def len_of(chunk: _Chunk, call: _Call) -> int:
+def len_of(chunk: _TimeChunk, call: _Call) -> int:
     """The number of a chunk's steps."""
     return chunk.b.shape[call.dim]
