@@ -199,6 +199,11 @@ def is_expensive(node: fx.Node) -> bool:
     return traits(node).expensive or is_opaque(node)
 
 
+def is_cheap(node: fx.Node) -> bool:
+    """Whether a node's operation is cheap enough to be done twice."""
+    return is_view(node) or (is_pointwise(node) and not is_expensive(node))
+
+
 def is_part(node: fx.Node) -> bool:
     """Whether a node is one of the tensors that an operation gives together: it belongs where that one runs."""
     return node.target is operator.getitem

@@ -60,14 +60,23 @@ def train(state: Path, *more: str) -> "subprocess.CompletedProcess[str]":
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=100)
 
 
+def train_until_done(state: Path) -> "subprocess.CompletedProcess[str]":
+    """As the example says: the same command again while it fails, since a loaded machine makes gloo fail at times."""
+    for _ in range(4):
+        done = train(state)
+        if done.returncode == 0:
+            return done
+    return train(state)
+
+
 def test_a_killed_process_changes_nothing(tmp_path: Path):
-    whole, state = train(tmp_path / "whole.pt"), tmp_path / "killed.pt"
+    whole, state = train_until_done(tmp_path / "whole.pt"), tmp_path / "killed.pt"
     killed = train(state, "--die-at", "5")
     assert killed.returncode != 0
     assert "exitcode: -9" in killed.stderr
     assert "linear_recurrence, in backward: a message between the 2 ranks failed on rank 0" in killed.stderr
     assert torch.load(state)["step"] == 5
-    again = train(state)
+    again = train_until_done(state)
     assert (whole.returncode, again.returncode) == (0, 0), again.stderr
     assert whole.stdout.startswith("losses")
     assert whole.stdout == again.stdout

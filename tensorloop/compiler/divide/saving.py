@@ -16,9 +16,9 @@ from tensorloop.compiler.lengths import grows, meets_growing
 from tensorloop.compiler.operations import (
     asks_for_infinity,
     bytes_of,
+    is_cheap,
     is_discontinuous,
     is_exact,
-    is_expensive,
     is_opaque,
     is_part,
     is_pointwise,
@@ -84,7 +84,7 @@ def _done_again(
             same.add(n)
             continue
         alike = all(a in same for a in n.all_input_nodes if a in moving)
-        if _again(n) or n not in forward or meets_growing(n):
+        if is_cheap(n) or n not in forward or meets_growing(n):
             jumps = is_discontinuous(n) and not (meets_growing(n) and asks_for_infinity(n))
             jumps |= n in bits and not meets_growing(n)
             if jumps and not alike:
@@ -109,11 +109,6 @@ def _price(n: fx.Node) -> int:
     if not isinstance(n.meta["val"], Tensor) or grows(n):
         return _FOREVER
     return bytes_of(n) * 8 + (8 if is_view(n) else 1)
-
-
-def _again(n: fx.Node) -> bool:
-    """Whether a node's operation is cheap enough to be done twice."""
-    return is_view(n) or (is_pointwise(n) and not is_expensive(n))
 
 
 class _Edges:
