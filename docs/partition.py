@@ -42,14 +42,14 @@ def parse(text: str) -> tuple[Passes, str]:
     """({pass: {stage: its operations}}, what is kept for backward)."""
     found: Passes = {}
     stage = ""
-    *lines, kept = re.sub(r"\n {3,}", " ", text).splitlines()
-    for line in lines[1:]:
+    *lines, kept = re.sub(r"\n {3,}", " ", text[text.index("\nforward:") + 1 :]).splitlines()
+    for line in lines:
         if not line.startswith(" "):
             found[line.partition(":")[0]] = {}
         else:
             stage, _, operations = line.strip().partition(": ")
             found[list(found)[-1]][stage] = operations
-    return found, re.sub(r"(?<=ys) +", ": ", kept)
+    return found, re.sub(r"(?<=ys), [^ ]+ in [^ ]+ steps +", ": ", kept)
 
 
 def draw(text: str) -> str:

@@ -132,7 +132,9 @@ def test_what_the_emitter_lacks_leaves_the_loop_or_makes_it_eager(monkeypatch: p
             check_equal([tl.scan(body, init, xs, compile="strict")[0]], [tl.scan(body, init, xs)[0]], 1e-6)
         else:
             assert "lacks a native form, tanh: not known" in str(explanation)
-            assert "compiled, on cuda:0\nforward: CUDA graphs" in str(tl.explain(body, init, xs, device="cuda"))
+            on_gpu = str(tl.explain(body, init, xs, device="cuda"))
+            assert on_gpu.startswith("scan: compiled, on cuda:0\n")
+            assert "\nforward: CUDA graphs" in on_gpu
     plans.clear()
 
 
@@ -200,7 +202,8 @@ def test_a_loop_of_the_host_is_explained_on_a_device():
     found = explain_on("cuda")
     assert found.compiled
     forward, backward = found.text.split("\nbackward:")
-    assert forward.startswith("scan: compiled, on cuda:0\nforward: CUDA graphs of 64, 8 and 1 steps\n")
+    assert forward.startswith("scan: compiled, on cuda:0\n\nlaunches of a step, by line ")
+    assert "\nforward: CUDA graphs of 64, 8 and 1 steps\n" in forward
     for text, launches, work, read in ((forward, 2, 3, 48), (backward, 2, 5, 96)):
         has = f"{launches} launches a step, 1 of them ours, for {work} operations"
         assert f"a launch, and a copy for each dtype, here 1; it has {has}\n" in text
@@ -211,7 +214,7 @@ def test_a_loop_of_the_host_is_explained_on_a_device():
     assert ends.startswith("scan: compiled, on cuda:1")
     assert "waits for the device once a graph" in ends
     # The loop itself is where it was.
-    assert explain_on(None).text.startswith("scan: compiled\nforward: one native function")
+    assert "\nforward: one native function" in explain_on(None).text
 
 
 def test_kernels_are_explained_to_who_wants_them(monkeypatch: pytest.MonkeyPatch):
@@ -256,3 +259,76 @@ def test_an_array_in_the_carry_is_in_graphs_and_kernels():
 def test_devices_that_nobody_compiles_for(device: Any, error: type[Exception], text: str):
     with pytest.raises(error, match=text):
         explain_on(device)
+
+
+# ---- by the user's lines
+
+
+def lines_of(text: str) -> tuple[list[str], dict[str, list[str]]]:
+    """The table of an explanation: its heads, and the numbers of each line by what stands there."""
+    _, table, _ = text.split("\n\n", 2)
+    heads, *rows = (re.split(r" {2,}", line.strip()) for line in table.splitlines())
+    return heads, {(row[0], f"{row[0]}  {row[1]}")[":" in row[0]]: row[1 + (":" in row[0]) :] for row in rows}
+
+
+def two_lines(h: Tensor, x: Tensor) -> Any:
+    h = torch.tanh(h * x)
+    return h, h.exp().sum()
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_each_line_of_the_body_has_what_it_does_and_keeps():
+    init, xs = torch.ones(4, 8, requires_grad=True), torch.ones(30, 4, 8)
+    heads, rows = lines_of(tl.explain(two_lines, init, xs).text)
+    assert heads == ["operations of a step, by line", "forward", "backward", "outside the loop", "bytes kept"]
+    first = two_lines.__code__.co_firstlineno
+    assert {name.partition(" ")[0].partition(":")[2]: row for name, row in rows.items()} == {
+        f"{first + 1}": ["4", "2", "0", "128"],  # the tanh, and the factor of its gradient, which is kept
+        f"{first + 2}": ["1", "2", "1", "128"],  # the exp, which is kept; its sum is of all steps at once
+    }
+    assert all(name.endswith(("torch.tanh(h * x)", "return h, h.exp().sum()")) for name in rows)
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_launches_of_a_device_have_lines():
+    text = explain_on("cuda").text
+    heads, rows = lines_of(text)
+    assert heads[:3] == ["launches of a step, by line", "forward", "backward"]
+    for column, name in enumerate(("forward", "backward")):
+        said = re.search(rf"\n{name}: .*?it has (\d+) launches a step", text, re.DOTALL)
+        assert said is not None
+        counts = [int(row[column]) for row in rows.values()]
+        assert max(counts) <= int(said[1]) <= sum(counts)  # one that several lines share is counted at each
+
+
+@pytest.mark.usefixtures("fresh_plans", "on_the_cpu")
+def test_a_loop_that_ran_says_how_long_it_took():
+    init, xs = torch.ones(4, 8, requires_grad=True), torch.ones(300, 4, 8)
+    assert "ms for" not in tl.explain(two_lines, init, xs).text
+    ys = tl.scan(two_lines, init, xs, compile="strict")[1]
+    once = tl.explain(two_lines, init, xs).text
+    assert len(re.findall(r"\n  [\d.,]+ ms for 300 steps when it last ran\n", once)) == 1
+    ys.sum().backward()
+    both = tl.explain(two_lines, init, xs).text
+    assert len(re.findall(r"\n  [\d.,]+ ms for 300 steps when it last ran\n", both)) == 2
+    assert "ms for" not in tl.explain(two_lines, init, xs, device="cuda").text
+
+
+@pytest.mark.usefixtures("on_the_cpu")
+def test_what_would_make_a_loop_better_is_said():
+    init, xs = torch.ones(64, 64, requires_grad=True), torch.ones(1, 1).expand(1000, 1, 1)
+    text = tl.explain(two_lines, init, xs).text
+    (said,) = re.findall(r"less memory: checkpoints=(\d+) keeps some ([\d,]+) bytes at peak in the place of", text)
+    K, less = int(said[0]), int(said[1].replace(",", ""))
+    assert K == 31
+    assert less == K * 2**14 + 2**20
+    taken = tl.memory.peak(lambda: tl.scan(two_lines, init, xs, checkpoints=K, compile="strict")[1].sum().backward())
+    assert less / 2 < taken < 1.5 * less  # some bytes: beside them are gradients, and ys
+    assert "to make it better" not in tl.explain(two_lines, init, xs, checkpoints=K).text
+    assert "to make it better" not in tl.explain(two_lines, init, xs[:9]).text
+
+    def distances(h: Tensor, x: Tensor) -> Any:
+        return torch.cdist(h, x), None
+
+    text = tl.explain(distances, torch.eye(3), torch.ones(4, 3, 3)).text
+    assert re.search(r"less time: test_compiled_explain.py:\d+  return .*: _cdist_forward has no machine code: ", text)

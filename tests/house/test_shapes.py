@@ -34,7 +34,7 @@ BOUNDS: dict[str, tuple[int, int, int]] = {
     "kernels.eager": (11, 2, 2),
     "loop": (35, 12, 145),  # 0059
     "loop.checkpoint": (32, 11, 81),
-    "loop.compiled": (9, 6, 16),  # 0058
+    "loop.compiled": (10, 7, 18),  # 0062
     "loop.compiled.in_graphs": (4, 3, 4),
     "loop.compiled.look": (23, 12, 62),
     "loop.compiled.run": (13, 7, 27),

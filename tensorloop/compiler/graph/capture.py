@@ -3,6 +3,7 @@
 import dataclasses
 import warnings
 from collections.abc import Sequence
+from functools import partial
 from typing import Any, NamedTuple
 
 import torch
@@ -60,6 +61,23 @@ def functional(trace: Trace, examples: Sequence[Tensor]) -> fx.GraphModule:
     replay = without_writes(copied) if trace.writes else trace.replay
     with traceback.preserve_node_meta():
         return traced(replay, [x.detach() for x in examples], before_autograd())
+
+
+class _ByLine(Again):
+    """Runs a step again; what autograd does for the gradients of an operation has that operation's line, too."""
+
+    def run_node(self, n: fx.Node) -> Any:
+        """Runs one node, and names its line to the nodes of autograd's graph that it makes."""
+        out = super().run_node(n)
+        line = n.meta.get("stack_trace")
+        for x in out if isinstance(out, (tuple, list)) else (out,):
+            if line and n.op == "call_function" and isinstance(x, Tensor) and x.grad_fn is not None:
+                x.grad_fn.register_prehook(partial(_at_line, line))
+        return out
+
+
+def _at_line(line: str, _: Any) -> None:
+    traceback.set_stack_trace([line])
 
 
 class Flow:
@@ -135,12 +153,13 @@ def with_gradients(
         inputs, grads = tensors[: len(examples)], tensors[len(examples) :]
         inputs = [x.detach().requires_grad_() if i in wanted else x for i, x in enumerate(inputs)]
         with torch.enable_grad(), traceback.preserve_node_meta():
-            outputs = Again(module).run(*inputs)
+            outputs = _ByLine(module).run(*inputs)
         pairs = [(outputs[i], g) for i, g in zip(targets, grads, strict=True) if outputs[i].requires_grad]
         found: Sequence[Any] = [None] * len(wanted)
         if pairs and wanted:
             outs, gs = zip(*pairs, strict=True)
-            found = engine.gradients(outs, [inputs[i] for i in wanted], gs, keep=False)
+            with traceback.preserve_node_meta():
+                found = engine.gradients(outs, [inputs[i] for i in wanted], gs, keep=False)
         places["found"] = [i for i, g in zip(wanted, found, strict=True) if g is not None]
         return [*(x.detach() for x in outputs), *(g for g in found if g is not None)]
 
@@ -183,7 +202,7 @@ def with_gradients(
 
 
 def place_of(node: fx.Node) -> UserLine | None:
-    """The user's line that a node comes from; those of gradients have none."""
+    """The user's line that a node comes from, or the operation whose gradient it is for; None where nobody knows."""
     file, _, line = (node.meta.get("stack_trace") or "").rpartition(":")
     return (file, int(line)) if file else None
 

@@ -2,10 +2,11 @@
 
 import functools
 import os
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Any
 
 import torch
+from torch import fx
 
 from tensorloop._common import arguments
 from tensorloop._common.errors import WrongType, WrongValue
@@ -77,3 +78,8 @@ def describe(step: Step) -> list[str]:
         if other.variable and other.device == own.device and other is not own:
             lines += [f"with {other.variable}=1 instead:", *(f"  {line}" for line in other.describe(step))]
     return lines
+
+
+def launched(step: Step) -> list[tuple[int, Sequence[fx.Node]]]:
+    """Returns what a step launches on its device, in its loop: how often, and what is done there; [] on the host."""
+    return target_of(step.place).launched(step)

@@ -1,6 +1,6 @@
 """What a target is: the one interface between steps and what runs them."""
 
-from collections.abc import Container
+from collections.abc import Container, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import ClassVar
 
@@ -62,6 +62,10 @@ class Target:
 
     def describe(self, step: Step) -> list[str]:
         """Returns what a step asks of its device, in counts, a line each; none where the core says it all."""
+        return []
+
+    def launched(self, step: Step) -> list[tuple[int, Sequence[fx.Node]]]:
+        """Returns the launches of a step: how many, and of which operations; none where nothing is launched."""
         return []
 
     def rows_meet(self, step: Step, count: int, own: Container[fx.Node]) -> bool:

@@ -1,17 +1,22 @@
 """What became of a loop's body: which parts run once, for all steps together, and step by step, or why it is eager."""
 
+import itertools
+import math
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 
 from torch import fx
 
 from tensorloop._common.user_line import cell_name
+from tensorloop.compiler.graph.capture import place_of
 from tensorloop.compiler.lengths import as_text, shape_of
 from tensorloop.compiler.operations import values_of
 from tensorloop.compiler.place import Place
 from tensorloop.compiler.refused import Refused
 from tensorloop.compiler.targets.choose import describe
 from tensorloop.loop.checkpoint.foresight import Foreseen
+from tensorloop.loop.compiled import by_line
+from tensorloop.loop.compiled.run.blocks import FREE_BYTES
 from tensorloop.loop.compiled.run.plan import Plan
 from tensorloop.loop.compiled.run.program import Program
 from tensorloop.schedule import Forecast
@@ -60,29 +65,67 @@ def with_checkpoints(said: Explanation, found: Foreseen | None, taken: str) -> E
 NO_STEP = Explanation("not compiled: there is no step to do", False)
 
 
-def explain_plan(name: str, plan: Plan, rows: str, place: Place | None = None, *, left: bool = False) -> Explanation:
-    """The explanation of a compiled loop; `rows` says what becomes of those that stop, `place` where it is to run.
+def explain_plan(
+    name: str, plan: Plan, rows: str, steps: int | None, place: Place | None = None, *, left: bool, checkpoints: bool
+) -> Explanation:
+    """The explanation of a compiled loop.
 
-    `left` is one that has too few steps to pay.
+    `rows` says what becomes of those that stop, `steps` how many there are, if that is known, `place` where it is to
+    run. `left` is one that has too few steps to pay; with `checkpoints` not all steps' values are kept.
     """
 
     def placed(program: Program) -> Program:
         return program if place in (None, program.step.place) else program.at(place)
 
+    forward, backward = placed(plan.forward), placed(plan.backward()) if plan.grad else None
     where = "" if place is None else f", on {place.device}"
-    lines = [f"{name}: compiled{where}", *([rows] if rows else []), *_answers(plan)]
-    lines += _program("forward", placed(plan.forward))
-    if plan.grad:
-        lines += _program("backward", placed(plan.backward()))
+    lines = [
+        f"{name}: compiled{where}",
+        *([rows] if rows else []),
+        *_answers(plan),
+        "",
+        *by_line.table(plan, forward, backward),
+        "",
+    ]
+    lines += _better(plan, forward, backward, None if checkpoints else steps)
+    lines += _program("forward", forward, {} if place else plan.clock.last)
+    if backward is not None:
+        lines += _program("backward", backward, {} if place else plan.clock.last)
         kept = [_named(n) for n in plan.saved if n not in plan.step.sequences and n not in plan.versions]
-        lines += [f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys", _wrapped(kept)]
+        lines += [_kept(plan, None if checkpoints else steps), _wrapped(kept)]
     else:
         lines.append("no backward: nothing wants a gradient")
     if left:
         lines.insert(
             0, f'{name}: not compiled: its calls had too few steps to pay; compile="strict" compiles it as below'
         )
-    return Explanation("\n".join(line for line in lines if line), not left)
+    return Explanation("\n".join(lines), not left)
+
+
+def _kept(plan: Plan, steps: int | None) -> str:
+    """Says what is kept for backward; `steps` where all of them are."""
+    said = f"kept for backward: {plan.bytes_a_step():,} bytes a step beside xs and ys"
+    return said if steps is None else f"{said}, {plan.bytes_a_step() * steps:,} in {steps:,} steps"
+
+
+def _better(plan: Plan, forward: Program, backward: Program | None, steps: int | None) -> list[str]:
+    """Says what would make a loop take less, where something would; `steps` where all of them are kept."""
+    said: list[str] = []
+    kept, carry = plan.bytes_a_step() * (steps or 0), plan.bytes_of_carry()
+    count = math.isqrt(steps or 0)
+    less = count * carry + max(count * carry, FREE_BYTES)  # carries, and a block of steps
+    if kept > 2 * less and not plan.arrays:
+        said.append(
+            f"less memory: checkpoints={count} keeps some {less:,} bytes at peak in the place of {kept:,}, "
+            "and runs each step twice"
+        )
+    called = [n for program in (forward, backward) if program and program.core for n in program.core.called]
+    for place, nodes in itertools.groupby(called, place_of):
+        names = ", ".join(dict.fromkeys(_operation(n) for n in nodes))
+        said.append(
+            f"less time: {by_line.shown(place).strip()}: {names} has no machine code: torch is called at each step"
+        )
+    return [*("to make it better", *(f"  {x}" for x in dict.fromkeys(said)), "")] if said else []
 
 
 def explain_refusal(name: str, refusal: Refused) -> Explanation:
@@ -100,22 +143,20 @@ def _answers(plan: Plan) -> list[str]:
     return [f"a step whose body is told {told} by what it reads in Python; other answers have other plans"]
 
 
-def _program(name: str, program: Program) -> list[str]:
-    s = program.partition
-    given = set(program.step.inputs)
-    inside = set(s.inside)
-    rest = [n for n in program.needed if n not in given and n not in inside]
-    once = [n for n in rest if n not in s.moving]
-    before = [n for n in rest if n in s.moving and n in program.early]
-    after = [n for n in rest if n in s.moving and n not in program.early]
+def _program(name: str, program: Program, last: Mapping[str, tuple[int, float]]) -> list[str]:
+    """A program's parts; `last` has the steps and seconds of its last run, if it ran."""
+    parts, loop = by_line.parts_of(program), program.partition.loop
     lines = [f"{name}: {'no loop' if program.core is None else program.core.way}"]
-    if program.core is not None and s.loop is not None:
-        lines += [f"  {line}" for line in describe(s.loop)]
+    if name in last:
+        steps, seconds = last[name]
+        lines.append(f"  {1e3 * seconds:,.3g} ms for {steps:,} steps when it last ran")
+    if program.core is not None and loop is not None:
+        lines += [f"  {line}" for line in describe(loop)]
     for what, nodes in (
-        ("once", once),
-        ("before the loop, all steps at once", before),
-        ("in the loop", s.inside),
-        ("after the loop, all steps at once", after),
+        ("once", parts.once),
+        ("before the loop, all steps at once", parts.before),
+        ("in the loop", parts.inside),
+        ("after the loop, all steps at once", parts.after),
     ):
         if nodes:
             lines += [f"  {what}:", _wrapped(_counted(nodes))]
@@ -133,9 +174,12 @@ def _counted(nodes: Iterable[fx.Node]) -> list[str]:
     return [name if k == 1 else f"{k} x {name}" for name, k in names.items()]
 
 
+def _operation(n: fx.Node) -> str:
+    return getattr(n.target, "_opname", "state") if n.op == "call_function" else "state"
+
+
 def _named(n: fx.Node) -> str:
-    operation = getattr(n.target, "_opname", "state") if n.op == "call_function" else "state"
-    values = values_of(n)
+    operation, values = _operation(n), values_of(n)
     return f"{operation} [{', '.join(map(as_text, shape_of(n)))}]" if len(values) == 1 else operation
 
 

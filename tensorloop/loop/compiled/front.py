@@ -157,7 +157,9 @@ def explain(loop: Loop, checkpoints: CheckpointsArg, device: Any = None) -> Expl
         if ready is None:
             return None
         left = place is None and is_left(loop)
-        return explain_plan(loop.title, ready.plan, _describe_rows(ready.look), place, left=left)
+        rows, steps = _describe_rows(ready.look), loop.length if loop.cond is None and loop.until is None else None
+        plain = checkpoints is None
+        return explain_plan(loop.title, ready.plan, rows, steps, place, left=left, checkpoints=not plain)
     except Refused as refusal:
         _refuse_unless_apart(loop, refusal)
         return explain_refusal(loop.title, refusal)

@@ -97,20 +97,26 @@ class Clock:
         self._timed = place.device == HOST  # elsewhere threads do not share a step, and a call ends before its work
         self._target = target_of(place)
         self._alone = False  # whether the last run was one thread's
+        self.last: dict[str, tuple[int, float]] = {}  # steps and seconds of the last run of each kind
 
-    def run(self, kind: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
+    def run(self, what: str, about: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
         """Runs `call` by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
-        if not self._timed or torch.get_num_threads() == 1 or torch.are_deterministic_algorithms_enabled():
+        if not self._timed:
             return call()
-        pays = self._found.get(kind) or self._found.setdefault(kind, Pays())
-        team, begun = pays.team(), time.perf_counter()
-        self._alone = not team
+        pays = None
+        if torch.get_num_threads() > 1 and not torch.are_deterministic_algorithms_enabled():
+            pays = self._found.get((what, about)) or self._found.setdefault((what, about), Pays())
+        team, begun = pays is None or pays.team(), time.perf_counter()
+        if pays is not None:
+            self._alone = not team
         if team:
             found = call()
         else:
             with self._target.one_thread(asks):
                 found = call()
-        pays.took(team, (time.perf_counter() - begun) / max(steps(), 1))
+        self.last[what] = done, seconds = steps(), time.perf_counter() - begun
+        if pays is not None:
+            pays.took(team, seconds / max(done, 1))
         return found
 
     def alone(self) -> AbstractContextManager[object]:

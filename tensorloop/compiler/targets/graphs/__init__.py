@@ -8,9 +8,13 @@ if TYPE_CHECKING:
     from tensorloop.compiler.targets.graphs.drawn import DrawGraphs as DrawGraphs
     from tensorloop.compiler.targets.graphs.made import describe as describe
     from tensorloop.compiler.targets.graphs.made import emit as emit
+    from tensorloop.compiler.targets.graphs.made import launched as launched
 
 if not TYPE_CHECKING:
     __getattr__, __dir__, __all__ = face(
         __name__,
-        {"compiler.targets.graphs.drawn": ("DrawGraphs",), "compiler.targets.graphs.made": ("describe", "emit")},
+        {
+            "compiler.targets.graphs.drawn": ("DrawGraphs",),
+            "compiler.targets.graphs.made": ("describe", "emit", "launched"),
+        },
     )

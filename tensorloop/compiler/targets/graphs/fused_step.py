@@ -21,12 +21,16 @@ Run = Callable[..., list[Tensor]]
 
 
 class Joined(NamedTuple):
-    """A step with calls in the place of pieces, its launches, those of kernels of ours, why pieces are torch's."""
+    """A step with calls in the place of pieces, its launches, those of kernels of ours, why pieces are torch's.
+
+    pieces: for each piece that is kernels of ours, how many, and its operations.
+    """
 
     step: Step
     launches: int
     kernels: int
     lacking: tuple[str, ...]
+    pieces: Sequence[tuple[int, Sequence[fx.Node]]]
 
 
 class FusedStep:
@@ -63,7 +67,8 @@ def join(step: Step, make: Callable[[SmallPiece], tuple[Run, int]]) -> Joined:
 
     A piece of which nothing is made, or that does not pay, stays as it is.
     """
-    found, home, lacking, kernels = cut(step), dict[fx.Node, tuple[SmallPiece, Run]](), dict[str, None](), 0
+    found, home, lacking = cut(step), dict[fx.Node, tuple[SmallPiece, Run]](), dict[str, None]()
+    ours: list[tuple[int, Sequence[fx.Node]]] = []
     for piece in found.pieces:
         try:
             run, count = make(piece)
@@ -72,10 +77,10 @@ def join(step: Step, make: Callable[[SmallPiece], tuple[Run, int]]) -> Joined:
             continue
         if piece.pays(count):
             home |= dict.fromkeys(piece.own, (piece, run))
-            kernels += count
-    joined = _with_calls(step, found.order, home)
+            ours.append((count, piece.own))
+    joined, kernels = _with_calls(step, found.order, home), sum(count for count, _ in ours)
     torchs = (n for n in joined.graph.nodes if isinstance(n.target, torch._ops.OpOverload))
-    return Joined(joined, kernels + sum(not shares_memory(n) for n in torchs), kernels, tuple(lacking))
+    return Joined(joined, kernels + sum(not shares_memory(n) for n in torchs), kernels, tuple(lacking), ours)
 
 
 def _with_calls(step: Step, order: Sequence[fx.Node], home: Mapping[fx.Node, tuple[SmallPiece, Run]]) -> Step:

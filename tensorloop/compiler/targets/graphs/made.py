@@ -1,5 +1,6 @@
 """Makes CUDA graphs of a step, and says what they ask of the device, or why there are none."""
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,7 +10,7 @@ from tensorloop.compiler.lengths import grows
 from tensorloop.compiler.operations import bytes_of, is_part, shares_memory, value_of
 from tensorloop.compiler.step import Core, Step, Unsupported
 from tensorloop.compiler.targets import ptx
-from tensorloop.compiler.targets.graphs.fused_step import join
+from tensorloop.compiler.targets.graphs.fused_step import Joined, join
 from tensorloop.compiler.targets.graphs.graph_core import GraphCore
 from tensorloop.compiler.targets.graphs.held import MOST as HELD
 from tensorloop.compiler.targets.graphs.held import workspace
@@ -65,14 +66,36 @@ def describe(step: Step) -> list[str]:
 
 def _operations(step: Step) -> str:
     """Says what a graph has a step, and why it has no kernels of ours where it could have some."""
-    count = sum(n.op == "call_function" and not shares_memory(n) and not is_part(n) for n in step.graph.nodes)
+    count = len(_launching(step))
     if has_arrays(step):
         return f"{count} operations a step"
-    joined = join(step, lambda piece: (list, len(ptx.describe_piece(piece.step).modules)))
+    joined = _joined(step)
     without = f"; no kernels of their own for some: {'; '.join(joined.lacking)}" if joined.lacking else ""
     if not joined.kernels:
         return f"{count} operations a step{without}"
     return f"{joined.launches} launches a step, {joined.kernels} of them ours, for {count} operations{without}"
+
+
+def launched(step: Step) -> list[tuple[int, Sequence[fx.Node]]]:
+    """Returns the launches of a step: how many, and of which of its operations; none where there are no graphs."""
+    try:
+        check(step)
+    except Unsupported:
+        return []
+    if has_arrays(step):
+        return [(1, (n,)) for n in _launching(step)]
+    joined = _joined(step)
+    torchs = (n for n in _launching(joined.step) if isinstance(n.target, torch._ops.OpOverload))
+    return [*joined.pieces, *((1, (n,)) for n in torchs)]
+
+
+def _launching(step: Step) -> list[fx.Node]:
+    """The operations of a step that are a launch each."""
+    return [n for n in step.graph.nodes if n.op == "call_function" and not shares_memory(n) and not is_part(n)]
+
+
+def _joined(step: Step) -> Joined:
+    return join(step, lambda piece: (list, len(ptx.describe_piece(piece.step).modules)))
 
 
 def check(step: Step) -> None:

@@ -105,8 +105,8 @@ class RunAtOnce:
 
     def _by_clock(self, what: str, steps: int | None, call: Callable[[], R]) -> R:
         """Runs `call` by the clock of runs of about as many steps, of arrays about as long."""
-        about = what, type(self), (steps or 0).bit_length(), *(n.bit_length() for n in self.lengths)
-        return self.plan.clock.run(about, call, lambda: self.done, self.ask is not None)
+        about = type(self), (steps or 0).bit_length(), *(n.bit_length() for n in self.lengths)
+        return self.plan.clock.run(what, about, call, lambda: self.done, self.ask is not None)
 
     def pieces(self, saved: list[Tensor]) -> list[tuple[int, list[Tensor]]]:
         """Returns what was kept, as it lies in memory: (of how many steps, that), the first steps first."""

@@ -243,12 +243,16 @@ class Plan:
         price |= {n: 3 for pair in pairs for n in pair if first & {*pair}}
         return kept(order, moving, forward, uses, price, alike, late)
 
-    def bytes_a_step(self) -> int:
-        """Returns the bytes that a backward keeps of each step, beside sequences and outs, which are there anyway."""
+    def kept_of_a_step(self) -> list[fx.Node]:
+        """Returns what a backward keeps of each step, beside sequences and outs, which are there anyway."""
         s = self.step
         states = {c for c, new in zip(s.carry, s.next_carry, strict=True) if new in s.outs or new in self.saved}
         there = {*s.sequences, *s.outs, *self.versions, *states}
-        return sum(bytes_of(n) for n in self.saved if n not in there)
+        return [n for n in self.saved if n not in there]
+
+    def bytes_a_step(self) -> int:
+        """Returns the bytes of that."""
+        return sum(map(bytes_of, self.kept_of_a_step()))
 
     @property
     def work(self) -> int:
