@@ -418,8 +418,8 @@ def explain(
     The text begins with a table of the body's lines: operations of a step forward and backward, those outside of the
     loop, bytes kept; on a GPU launches. It goes on with what would make the loop better, then with what runs once, for
     all steps at once and step by step, how long the last run took, and what is kept for backward. Where the loop is not
-    compiled, it says why, by which line, and what to write instead. With `checkpoints` it also says what these do with the eager loop: extra steps, the bytes at peak, and those of a step;
-    `.forecast.plot()` draws it.
+    compiled, it says why, by which line, and what to write instead. With `checkpoints` it also says what these do with
+    the eager loop: extra steps, the bytes at peak, and those of a step; `.forecast.plot()` draws it.
 
     Args:
         body_fn, init, xs, length, dim, reverse, until, context, compact, checkpoints: as in `tl.scan`.

@@ -40,8 +40,8 @@ def parts_of(program: Program) -> Parts:
 
 
 @dataclasses.dataclass
-class _Counts:
-    """Of one line: operations of a step in the loops, those outside of them, and bytes kept of a step."""
+class _LineCounts:
+    """Counts operations of one line, of a step in the loops and outside of them, and bytes kept of a step."""
 
     forward: int = 0
     backward: int = 0
@@ -55,7 +55,7 @@ def table(plan: Plan, forward: Program, backward: Program | None) -> list[str]:
 
     A launch that does operations of several lines is counted at each of them.
     """
-    found: dict[UserLine | None, _Counts] = {place_of(n): _Counts() for n in plan.step.graph.nodes}
+    found: dict[UserLine | None, _LineCounts] = {place_of(n): _LineCounts() for n in plan.step.graph.nodes}
     unit = "operations"
     for name, program in (("forward", forward), ("backward", backward)):
         if program is None:
@@ -65,14 +65,14 @@ def table(plan: Plan, forward: Program, backward: Program | None) -> list[str]:
         unit = "launches" if launches else unit
         for count, nodes in launches or [(1, (n,)) for n in _counted(parts.inside)]:
             for line in dict.fromkeys(map(place_of, nodes)):
-                row = found.setdefault(line, _Counts())
+                row = found.setdefault(line, _LineCounts())
                 setattr(row, name, getattr(row, name) + count)
         for n in _counted([*parts.once, *parts.before, *parts.after]):
-            found.setdefault(place_of(n), _Counts()).outside += 1
+            found.setdefault(place_of(n), _LineCounts()).outside += 1
         for n in program.core.called if program.core is not None else ():
-            found.setdefault(place_of(n), _Counts()).by_torch += 1
+            found.setdefault(place_of(n), _LineCounts()).by_torch += 1
     for n in plan.kept_of_a_step():
-        found.setdefault(place_of(n), _Counts()).kept += bytes_of(n)
+        found.setdefault(place_of(n), _LineCounts()).kept += bytes_of(n)
     return _written({line: row for line, row in found.items() if any(dataclasses.astuple(row))}, unit)
 
 
@@ -81,7 +81,7 @@ def _counted(nodes: Iterable[fx.Node]) -> list[fx.Node]:
     return [n for n in nodes if not (is_view(n) or is_part(n) or is_constant(n))]
 
 
-def _written(rows: dict[UserLine | None, _Counts], unit: str) -> list[str]:
+def _written(rows: dict[UserLine | None, _LineCounts], unit: str) -> list[str]:
     """Columns of which no line has anything are left out."""
     counts = [dataclasses.astuple(row) for row in rows.values()]
     columns = [i for i in range(len(_HEADS)) if not i or any(row[i] for row in counts)]
