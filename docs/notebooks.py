@@ -1,4 +1,4 @@
-"""Two tutorials as notebooks, with what their cells show: `python -m docs.notebooks` writes them anew.
+"""The tutorials as notebooks, with what their cells show: `python -m docs.notebooks` writes them anew.
 
 A paragraph becomes a text cell and a Python block a code cell, whose output comes from this run and not from the page.
 `<!-- notebook: expression -->`, which no page shows, becomes a cell that shows the expression as notebooks do. A test
@@ -15,7 +15,7 @@ from docs.site import SOURCE
 
 HERE = Path(__file__).parent
 FOLDER = HERE / "notebooks"
-TUTORIALS = ("decoder", "search")
+TUTORIALS = ("decoder", "ragged", "unknown_length", "search", "compiled", "find_the_line")
 _PART = re.compile(
     r"^```python\n(?P<code>.*?)^```$(?:\n+```output\n.*?^```$)?|^<!-- notebook: (?P<shown>.*?) -->$",
     re.MULTILINE | re.DOTALL,

@@ -42,10 +42,26 @@ def test_outputs_of_the_page_are_in_no_cell():
 @pytest.mark.filterwarnings("ignore")  # of sockets and event loops, by what notebooks are built on
 @pytest.mark.parametrize(
     ("name", "wanted"),
-    [("decoder", ("torch.cat", "cell 1:", "<b>TensorArray</b>")), ("search", ("<b>PackedTensor</b>", "coverage"))],
+    [
+        ("decoder", ("torch.cat", "cell 1:", "<b>TensorArray</b>")),
+        ("ragged", ("<b>PackedTensor</b>", "title=12")),
+        ("unknown_length", ("bytes", "cell ")),
+        ("search", ("<b>PackedTensor</b>", "coverage")),
+        ("compiled", ("bytes", "cell ")),
+        ("find_the_line", ("torch.cat", "T^")),
+    ],
 )
 @pytest.mark.extended
 def test_a_notebook_runs_and_shows(name: str, wanted: tuple[str, ...]):
-    page = shown(run(notebook(name)))
+    made = run(notebook(name))
+    assert not errors(made)
+    page = shown(made)
     for text in wanted:
         assert text in page
+
+
+def test_every_tutorial_is_a_notebook_and_says_so():
+    pages = {page.stem: page.read_text() for page in (FOLDER.parent / "tutorials").glob("*.md")}
+    assert set(TUTORIALS) == pages.keys() - {"README"}
+    for name in TUTORIALS:
+        assert f"](../notebooks/{name}.ipynb)" in pages[name]
