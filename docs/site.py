@@ -78,6 +78,7 @@ WORDS = {
     "loops.md": "scan while_loop fori_loop for loop checkpoint",
     "schedules.md": "checkpoint checkpoints checkpointing gradient revolve",
     "compiled.md": "torch.compile compile slow loop jit numba",
+    "what_compiles.md": "notcompiledwarning warning not compiled eager fallback",
     "arrays.md": "tensorarray torch.cat append list stack buffer",
     "memory.md": "memory profiler leak",
     "huggingface.md": "hugging face transformers generate kv cache",

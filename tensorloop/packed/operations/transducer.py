@@ -82,7 +82,7 @@ def rnnt_loss(log_probs: Packed, targets: Packed, *, blank: int = 0, reduction: 
 
     Gradient: to log_probs, in closed form, twice differentiable; only blank and next token of an entry have one.
     Cost: time N, with one gather of N pairs of numbers; kept: those, and 8 bytes an entry; backward writes (N, V). A
-    joint too large is computed row by row under `torch.utils.checkpoint`: docs/packed.md.
+    joint too large is computed row by row under `torch.utils.checkpoint`: docs/api/packed.md.
 
     Raises:
         TypeError: not packed, other dtypes.
