@@ -97,7 +97,8 @@ class Clock:
         self._timed = place.device == HOST  # elsewhere threads do not share a step, and a call ends before its work
         self._target = target_of(place)
         self._alone = False  # whether the last run was one thread's
-        self.last: dict[str, tuple[int, float]] = {}  # steps and seconds of the last run of each kind
+        self.last: dict[str, tuple[int, float]] = {}  # steps and seconds of the last run of each kind that made nothing
+        self.made = 0  # programs
 
     def run(self, what: str, about: Hashable, call: Callable[[], R], steps: Callable[[], int], asks: bool = False) -> R:
         """Runs `call` by a team or alone; `steps` says how many it took, `asks` whether it runs users' code."""
@@ -106,7 +107,7 @@ class Clock:
         pays = None
         if torch.get_num_threads() > 1 and not torch.are_deterministic_algorithms_enabled():
             pays = self._found.get((what, about)) or self._found.setdefault((what, about), Pays())
-        team, begun = pays is None or pays.team(), time.perf_counter()
+        team, made, begun = pays is None or pays.team(), self.made, time.perf_counter()
         if pays is not None:
             self._alone = not team
         if team:
@@ -114,7 +115,9 @@ class Clock:
         else:
             with self._target.one_thread(asks):
                 found = call()
-        self.last[what] = done, seconds = steps(), time.perf_counter() - begun
+        done, seconds = steps(), time.perf_counter() - begun
+        if made == self.made:
+            self.last[what] = done, seconds
         if pays is not None:
             pays.took(team, seconds / max(done, 1))
         return found

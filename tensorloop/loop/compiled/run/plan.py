@@ -138,6 +138,7 @@ class Plan:
             if name not in self._replays:
                 step = dataclasses.replace(self.step, outs=tuple(dict.fromkeys(outs)), going=going)
                 self._replays[name] = Program(step, self.forward.barred)
+                self.clock.made += 1
             return self._replays[name]
 
     def keeps_last(self, n: int) -> bool:
@@ -187,6 +188,7 @@ class Plan:
             if (found := self._backward.get(missing)) is None:
                 with collector_at_rest():
                     found = self._backward[missing] = Program(backward_step(self.gradients, self.saved, missing))
+                self.clock.made += 1
             return found
 
     def reached(self, missing: Missing) -> Reached:
