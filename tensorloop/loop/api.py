@@ -181,7 +181,8 @@ def scan(
     Returns:
         carry: the last one, a tree like init.
         ys: a tree like y, in which a tensor (*F) is (T, *F) with T at `dim`, or last where it has fewer dims. A number
-            becomes (T,), None stays None. With `until`, T is the number of steps taken.
+            becomes (T,), but stays a number to type checkers, unless `torch.as_tensor(n)` is returned. None stays
+            None. With `until`, T is the number of steps taken.
 
     Rows that stop: where `until` gives a (B,) bool tensor, each row stops on its own, as in `tl.while_loop`. ys are
     then packed: row b has the steps that it took. Carry and slices of xs have B leading rows, or are 0-d and shared.
