@@ -168,7 +168,7 @@ def scan(
         until: `until(carry)`, or `until(carry, context)`, asked after each step: a `tl.loop.Condition`, True to stop.
             No gradient goes through it. None (default) runs all steps.
         context: a tree that body_fn and until get as last argument; None (default): they get none. Where rows leave the
-            batch, it has B leading rows, and loses the same ones.
+            batch, its tensors, arrays and packed tensors have B leading rows, and lose the same ones.
         compact: bool, default False. True takes rows that have stopped out of the batch, to save their work; needs
             `until`.
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward. K keeps at most K
