@@ -168,7 +168,7 @@ def scan(
         until: `until(carry)`, or `until(carry, context)`, asked after each step: a `tl.loop.Condition`, True to stop.
             No gradient goes through it. None (default) runs all steps.
         context: a tree that body_fn and until get as last argument; None (default): they get none. Where rows leave the
-            batch, it has B leading rows, and loses the same ones.
+            batch, its tensors, arrays and packed tensors have B leading rows, and lose the same ones.
         compact: bool, default False. True takes rows that have stopped out of the batch, to save their work; needs
             `until`.
         checkpoints: a `tl.loop.Plan`. None (default) keeps what every step saves for backward. K keeps at most K
@@ -181,7 +181,8 @@ def scan(
     Returns:
         carry: the last one, a tree like init.
         ys: a tree like y, in which a tensor (*F) is (T, *F) with T at `dim`, or last where it has fewer dims. A number
-            becomes (T,), None stays None. With `until`, T is the number of steps taken.
+            becomes (T,), but stays a number to type checkers, unless `torch.as_tensor(n)` is returned. None stays
+            None. With `until`, T is the number of steps taken.
 
     Rows that stop: where `until` gives a (B,) bool tensor, each row stops on its own, as in `tl.while_loop`. ys are
     then packed: row b has the steps that it took. Carry and slices of xs have B leading rows, or are 0-d and shared.

@@ -31,7 +31,7 @@ Condition = bool | Tensor
 """What `cond_fn` of a `tl.while_loop` and `until` of a `tl.scan` return.
 
 A bool, or a bool tensor of one element, decides for the whole batch. A (B,) bool tensor decides for each of B rows:
-each stops on its own.
+each stops on its own. In a batch of one row, a (1,) tensor is one for each row: steps are (1,), ys are packed.
 """
 
 # A loop's functions, which take the context, where one is given, as last argument.

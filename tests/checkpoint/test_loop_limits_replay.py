@@ -1,6 +1,6 @@
-"""The limits in `docs/api/loop.md`, of checkpointed loops: what a replay refuses, and what it cannot see.
+"""The limits of checkpointed loops: what a replay refuses, and what it cannot see.
 
-As long as that section: one test or more for each of its sentences.
+They stand in `docs/limits.md`, `docs/sharp_bits.md` and `docs/api/loop.md`: one test or more for each.
 """
 
 import gc

@@ -1,4 +1,4 @@
-"""The limits in `docs/api/loop.md`, of loops: each line with an error by its words, each other by what happens.
+"""The limits in `docs/limits.md` and `docs/api/loop.md`, of loops: errors by their words, others by what happens.
 
 The lines on checkpointed loops: `test_loop_limits_replay.py`.
 """

@@ -41,7 +41,7 @@ class Checkpoints:
             (`tl.schedule.Budgeted`). A step that calls more of torch than those before it is measured as well: then
             backward reverses fewer at once, or refuses the budget there. So do steps that read more and more of an
             array in the carry: a few of them are measured. Residuals stay from the forward pass where steps run
-            unwatched ([loops](loops.md#checkpoints)); others are run again in stretches.
+            unwatched ([schedules](schedules.md#bytes)); others are run again in stretches.
         offload: where carries are kept. None (default): where they are. "cpu": in main memory. A folder (str or Path):
             in files, which are deleted with the last of them.
         check: bool, default False. True compares what each step that runs again in backward gives, and the random
