@@ -215,7 +215,7 @@ def kind_of(name: str, key: str) -> dict[str, str]:
 
 
 def section(result: Result, picture: str) -> str:
-    rows = ["| what | tensorloop | beside it |", "| --- | --- | --- |"]  # not aligned: its rows are long
+    rows = ["| benchmark | tensorloop | alternatives |", "| --- | --- | --- |"]  # not aligned: its rows are long
     for name, fact in FACTS.items():
         T = next(entry["cell"]["T"] for entry in result["entries"] if entry["cell"]["fact"] == name)
         ours, *others = fact.ways
