@@ -259,6 +259,21 @@ def overwritten_and_read_in_full(T: int) -> Callable[[], Tensor]:
     return fn
 
 
+def features_joined(T: int) -> Callable[[], Tensor]:
+    xs = torch.randn(T, B, D, requires_grad=True)
+
+    def fn() -> Tensor:
+        array, loss = tl.TensorArray(capacity=T), torch.zeros(())
+        for x in xs.unbind(0):
+            array.append(x)
+            past = array[: len(array)]
+            both = torch.cat([past, past], -1)  # joined
+            loss = loss + both.pow(2).sum()
+        return loss
+
+    return fn
+
+
 ADVICE = {
     "cat": (cat_cache, "tl.TensorArray: array.append"),
     "where": (where_on_a_buffer, "array.write_rows"),
@@ -269,6 +284,7 @@ ADVICE = {
     "reordered": (reordered_history, "tl.beam_search"),
     "written": (written_out_of_place, "array.write(i, x)"),
     "softmax": (weights_of_attention, "tl.attention(q, keys, values)"),
+    "joined": (features_joined, "Each step keeps what it computes on a whole sequence"),
     "overwritten": (overwritten_and_read_in_full, "checkpoints=K"),
 }
 
