@@ -6,6 +6,7 @@ Each fact takes one row of a larger script, which checks values and gradients, h
 named in the table. Values are compared here too, before anything is timed.
 """
 
+import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -23,6 +24,7 @@ from running.script import Result, Script, differing
 from torch import Tensor
 from whole_models import beam_models
 
+import tensorloop as tl
 from docs import curve
 
 SOURCE = "https://github.com/tensorloop/tensorloop/blob/main"
@@ -38,7 +40,6 @@ class Fact(NamedTuple):
     """A row of the table; the first way is ours."""
 
     what: str
-    page: str
     ways: dict[str, str]
     figures: dict[str, Callable[[float], str]]
     """What a process answers -> how that is written."""
@@ -59,7 +60,6 @@ def speed(x: float) -> str:
 FACTS = {
     "lstm": Fact(
         "An LSTM cell in a loop, B=4, H=32, T={T:,}: forward + backward",
-        "compiled",
         {
             "compiled": "`tl.scan(compile=True)`",
             "eager": "the same `tl.scan`, eager",
@@ -69,26 +69,26 @@ FACTS = {
         {"total_s": seconds},
     ),
     "decoder": Fact(
-        "A decoder that attends to its past, T={T:,}: bytes kept for backward",
-        "memory_curve",
-        {"TensorArray": "`tl.TensorArray`", "torch.cat": "`torch.cat`"},
-        {"held_bytes": size},
+        "A decoder that attends to its past, T={T:,}: bytes kept for backward, forward + backward",
+        {
+            "compiled": "`tl.TensorArray`, `tl.scan(compile=True)`",
+            "TensorArray": "`tl.TensorArray` in a Python loop",
+            "torch.cat": "`torch.cat` in a Python loop",
+        },
+        {"held_bytes": size, "total_s": seconds},
     ),
     "unknown": Fact(
         "A loop of unknown length, {T:,} steps of a (64, 256) carry: peak memory, time",
-        "loops",
-        {"compiled_8mb": "budget of 8 MB, compiled", "plain": "the loop in Python"},
+        {"compiled_32mb": "budget of 32 MB, compiled", "plain": "the loop in Python"},
         {"peak_bytes": size, "total_s": seconds},
     ),
     "search": Fact(
         "Beam search, {T} tokens of a small GPT-2, 16 rows, 8 beams: speed",
-        "beam",
         {"tl": "`tl.beam_search`", "HF": "`generate` of transformers"},
         {"tokens_a_second": speed},
     ),
     "conformer": Fact(
         "A Conformer block on 32 rows of 100 to 1,000 frames: time, bytes kept for backward",
-        "packed",
         {"packed": "packed rows", "padded": "padded rows"},
         {"total_s": seconds, "held_bytes": size},
     ),
@@ -103,7 +103,9 @@ def cells(args: Namespace) -> list[harness.Cell]:
     found: list[harness.Cell] = []
     lstm = {"fact": "lstm", "kind": "time", "workload": "W2s", "T": T, "threads": 1, "repeats": runs}
     found += [lstm | {"variant": way} for way in FACTS["lstm"].ways]
-    found += [{"fact": "decoder", "kind": "count", "T": T, "variant": way} for way in FACTS["decoder"].ways]
+    for kind in ("count", "time"):
+        cell = {"fact": "decoder", "kind": kind, "T": T, "threads": 2, "repeats": min(runs, 5)}
+        found += [cell | {"variant": way} for way in FACTS["decoder"].ways]
     for kind in ("time", "memory"):
         cell = {"fact": "unknown", "kind": kind, "T": N, "threads": 2, "repeats": min(runs, 5)}
         found += [cell | {"variant": way} for way in FACTS["unknown"].ways]
@@ -128,12 +130,29 @@ def run_cell(cell: harness.Cell) -> dict[str, Any]:
     return (CHECK if cell["kind"] == "check" else MEASURE)[cell["fact"]](cell)
 
 
-DECODERS = {"TensorArray": curve.with_array, "torch.cat": curve.with_cat}
+def with_scan(net: torch.nn.GRUCell, xs: Tensor) -> Tensor:
+    """The loss of `curve.with_array` by a compiled loop."""
+
+    def body(carry: tuple[Tensor, tl.TensorArray], x: Tensor) -> tuple[tuple[Tensor, tl.TensorArray], None]:
+        h, states = carry
+        states.append(h[:, None])
+        return (net(x + tl.attention(h[:, None], states, states)[:, 0], h), states), None
+
+    (h, _), _ = tl.scan(body, (xs.new_zeros(8, 16), tl.TensorArray()), xs, compile="strict")
+    return h.square().mean()
+
+
+DECODERS = {"compiled": with_scan, "TensorArray": curve.with_array, "torch.cat": curve.with_cat}
 
 
 def decoder(cell: harness.Cell) -> dict[str, Any]:
-    ((_, held),) = curve.counted(DECODERS[cell["variant"]], (cell["T"],))
-    return {"held_bytes": held}
+    loop = DECODERS[cell["variant"]]
+    if cell["kind"] == "count":
+        ((_, held),) = curve.counted(loop, (cell["T"],))
+        return {"held_bytes": held}
+    net, xs = torch.nn.GRUCell(16, 16), torch.randn(cell["T"], 8, 16)
+    inputs = list(net.parameters())
+    return {"total_s": harness.seconds(lambda: torch.autograd.grad(loop(net, xs), inputs), cell["repeats"], 1)}
 
 
 def loop_of(way: str, N: int, dtype: torch.dtype) -> tuple[Callable[[], Tensor], workloads.Leaves]:
@@ -210,18 +229,47 @@ def written(result: Result, name: str, way: str) -> str:
 
 
 def kind_of(name: str, key: str) -> dict[str, str]:
-    """Peak memory and time have a process each."""
-    return {"kind": "memory" if key == "peak_bytes" else "time"} if name == "unknown" else {}
+    """Bytes and time have a process each."""
+    kinds = {
+        "unknown": {"peak_bytes": "memory", "total_s": "time"},
+        "decoder": {"held_bytes": "count", "total_s": "time"},
+    }
+    return {"kind": kinds[name][key]} if name in kinds else {}
+
+
+def steps_of(result: Result, name: str) -> int:
+    return next(entry["cell"]["T"] for entry in result["entries"] if entry["cell"]["fact"] == name)
+
+
+def title(name: str, T: int) -> tuple[str, str]:
+    """What a fact is about, and what was measured."""
+    what, _, measured = FACTS[name].what.format(T=T).partition(": ")
+    return what, measured
+
+
+def anchor(text: str) -> str:
+    """The address of a heading on its page."""
+    return re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
 
 
 def section(result: Result, picture: str) -> str:
-    rows = ["| what | tensorloop | beside it |", "| --- | --- | --- |"]  # not aligned: its rows are long
+    """The page: a table for each fact."""
+    parts = []
     for name, fact in FACTS.items():
-        T = next(entry["cell"]["T"] for entry in result["entries"] if entry["cell"]["fact"] == name)
+        what, measured = title(name, steps_of(result, name))
+        rows = [(way, written(result, name, key)) for key, way in fact.ways.items()]
+        parts += [f"## {what}", harness.table(("", measured), rows)]
+    return "\n\n".join(parts)
+
+
+def for_readme(result: Result, picture: str) -> str:
+    """The README's table, whose rows link to those of the page."""
+    rows = ["| benchmark | tensorloop | alternatives |", "| --- | --- | --- |"]  # not aligned: its rows are long
+    for name, fact in FACTS.items():
         ours, *others = fact.ways
         beside = ", ".join(f"{written(result, name, way)} {fact.ways[way]}" for way in others)
-        what, _, measured = fact.what.format(T=T).partition(": ")
-        link = f"[{what}]({SOURCE}/docs/benchmarks/{fact.page}.md): {measured}"
+        what, measured = title(name, steps_of(result, name))
+        link = f"[{what}]({SOURCE}/docs/benchmarks/headline.md#{anchor(what)}): {measured}"
         rows.append(f"| {link} | **{written(result, name, ours)}** {fact.ways[ours]} | {beside} |")
     return "\n".join(rows)
 
@@ -235,8 +283,7 @@ SCRIPT = Script(
     rounds={"quick": 1, "short": 1, "usual": 3},
     checks=checks,
     disagreements=disagreements,
-    brief=True,
-    page=("README.md", "headline"),
+    also=[("README.md", "headline", for_readme)],
     peers=(compiled.JAX,),
     # The loop of unknown length contracts: its gradients fade into denormal numbers, which are many times slower.
     prepare=lambda: torch.set_flush_denormal(True),

@@ -49,7 +49,7 @@ if TYPE_CHECKING:
 
     __all__: list[str]
 
-__version__ = "0.2.2"
+__version__ = "0.3.0"
 
 # Names that load their module when first touched, so that `import tensorloop` stays quick.
 _LATER = {

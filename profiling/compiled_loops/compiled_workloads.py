@@ -296,8 +296,8 @@ def loss_of(workload: str, way: str, d: Leaves, T: int) -> Callable[[], Tensor]:
     options: dict[str, Any] = {"compile": way.startswith("compiled")}
     if way.endswith("k32"):
         options["checkpoints"] = 32
-    elif way.endswith("8mb"):
-        options["checkpoints"] = tl.Checkpoints(budget="8 MB")
+    elif way.endswith("mb"):
+        options["checkpoints"] = tl.Checkpoints(budget=way.rpartition("_")[2])
     loops: dict[str, Callable[..., Tensor]] = {"W4": w4, "ode": ode}
     if workload in loops:
         return partial(loops[workload], d, **options)

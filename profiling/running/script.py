@@ -22,6 +22,7 @@ import tempfile
 from argparse import SUPPRESS, ArgumentParser, Namespace, RawDescriptionHelpFormatter
 from collections.abc import Callable, Hashable, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -207,6 +208,8 @@ class Script:
     """The page has the date, the machine and the table alone."""
     page: tuple[str, str] | None = None
     """The document and its markers, where it is not the script's own in docs/benchmarks."""
+    also: Sequence[tuple[str, str, Text]] = ()
+    """Other documents that have a part of it: the document, its markers, and what stands there below the caption."""
     peers: Sequence[Peer] = ()
     places: Sequence[Place] = ()
     options: Callable[[ArgumentParser], object] = lambda parser: None
@@ -406,5 +409,12 @@ class Script:
             self.name,
             out,
             None if draw is None else lambda path: draw(first, path),
-            [(document, marker, lambda picture: self.whole_section(result, picture))],
+            [
+                (document, marker, lambda picture: self.whole_section(result, picture)),
+                *((page, mark, partial(self.part_of, text, first)) for page, mark, text in self.also),
+            ],
         )
+
+    def part_of(self, text: Text, part: Result, picture: str) -> str:
+        """What another document has of a run."""
+        return f"{captions.line(part)}\n\n{text(part, picture)}"

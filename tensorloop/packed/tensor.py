@@ -68,8 +68,8 @@ class PackedTensor(InAutograd):
         values: (N, *F) tensor of any dtype, the entries of all rows in order. It is not copied.
         lens: the length of each row, (B,) int64 or a sequence of ints, which sum to N; or a `Dim`, which packed tensors
             then share.
-        check: bool, whether the values of lens are looked at. None: on the CPU only. True: on a device too, which waits
-            for it.
+        check: bool, whether the values of lens are looked at. None: where they are on the CPU. True: on a device too,
+            which waits for it.
 
     Gradient: to `values`, any number of times. Cost: nothing is copied; N entries of work, whatever the longest row.
 

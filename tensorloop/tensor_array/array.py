@@ -237,9 +237,9 @@ class TensorArray(ArrayCore):
             pos: (B,) integers, 0 <= pos[b] <= len. A slot begun here is 0, with gradient 0, in the rows not written.
             x: tensor (B, *F), where elements are (B, *F).
             where: (B,) bool, the rows to write. None (default) writes all.
-            check: bool, whether to look at the values of pos. None (default) looks on the CPU only, as on a device that
-                is a sync. Where nobody looks, the array needs a `capacity`, all of which is begun by the first such
-                write, and rows with a pos outside write to the nearest slot.
+            check: bool, whether to look at the values of pos. None (default) looks where they are on the CPU, as on
+                a device that is a sync. Where nobody looks, the array needs a `capacity`, all of which is begun by the
+                first such write, and rows with a pos outside write to the nearest slot.
 
         Returns: the array itself.
         Gradient: to the rows of x that were written. Cost: O(B) (a copy of the array first, as in `write`).
@@ -262,8 +262,8 @@ class TensorArray(ArrayCore):
             indices: (m,) integers, a tensor or a sequence; negative ones count from the end. Of equal ones the last
                 stays.
             values: tensor (m, *F).
-            check: bool, whether to look at the values of indices. None (default) looks on the CPU only, as on a device
-                that is a sync. Where nobody looks, all must be in the array already.
+            check: bool, whether to look at the values of indices. None (default) looks where they are on the CPU,
+                as on a device that is a sync. Where nobody looks, all must be in the array already.
 
         Returns: the array itself.
         Gradient: to values; overwritten ones, also within one call, get zero. Cost: O(m), as `write`.
@@ -359,8 +359,8 @@ class TensorArray(ArrayCore):
         Args:
             indices: integers, a tensor (*I) or a sequence; negative ones count from the end. The gradients of equal
                 ones sum.
-            check: bool, whether to look at the values of indices. None (default) looks on the CPU only, as on a device
-                that is a sync.
+            check: bool, whether to look at the values of indices. None (default) looks where they are on the CPU,
+                as on a device that is a sync.
 
         Returns: (*I, *F).
         Cost: O(m) for m indices, forward and backward.

@@ -129,7 +129,7 @@ def test_what_leaves_the_body_by_another_way_has_the_graph_of_its_step() -> None
         seen.append(c)
         return c
 
-    with pytest.warns(HeldTensorWarning, match="somebody still holds something that the body computed from a tensor"):
+    with pytest.warns(HeldTensorWarning, match="a value that the body computed from its argument, a tensor"):
         looped(body)
     before = seen[2].detach()
     torch.testing.assert_close(grad(seen[3].sum(), w), grad(swung(before, w).sum(), w))
@@ -146,9 +146,7 @@ def test_a_cache_that_a_step_fills_is_refused() -> None:
     weights = list(linear.parameters())
     with (
         nn.utils.parametrize.cached(),
-        pytest.raises(
-            RuntimeError, match=r"step 1 uses .* an earlier step made and kept somewhere else than in the carry"
-        ),
+        pytest.raises(RuntimeError, match=r"step 1 uses .* an earlier step stored outside the carry"),
     ):
         looped(lambda i, c: rotate(c) + linear(c))
     weight = linear.weight

@@ -175,7 +175,7 @@ def test_a_tensor_that_stays_behind_is_warned_of(what: str, outer: int | None) -
     def loop(i: int, init: Tensor) -> Tensor:
         return tl.scan(body, init, xs, checkpoints=2)[0]
 
-    message = "scan: the loop is over, and somebody still holds something that the body computed from a tensor of shape"
+    message = "scan: a value that the body computed from its argument, a tensor of shape"
     with pytest.warns(HeldTensorWarning, match=message) as met:
         loop(0, init) if outer is None else tl.fori_loop(0, 1, loop, init, checkpoints=outer)
     assert met[0].filename == __file__

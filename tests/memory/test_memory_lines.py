@@ -259,6 +259,21 @@ def overwritten_and_read_in_full(T: int) -> Callable[[], Tensor]:
     return fn
 
 
+def features_joined(T: int) -> Callable[[], Tensor]:
+    xs = torch.randn(T, B, D, requires_grad=True)
+
+    def fn() -> Tensor:
+        array, loss = tl.TensorArray(capacity=T), torch.zeros(())
+        for x in xs.unbind(0):
+            array.append(x)
+            past = array[: len(array)]
+            both = torch.cat([past, past], -1)  # joined
+            loss = loss + both.pow(2).sum()
+        return loss
+
+    return fn
+
+
 ADVICE = {
     "cat": (cat_cache, "tl.TensorArray: array.append"),
     "where": (where_on_a_buffer, "array.write_rows"),
@@ -269,6 +284,7 @@ ADVICE = {
     "reordered": (reordered_history, "tl.beam_search"),
     "written": (written_out_of_place, "array.write(i, x)"),
     "softmax": (weights_of_attention, "tl.attention(q, keys, values)"),
+    "joined": (features_joined, "Each step keeps what it computes on a whole sequence"),
     "overwritten": (overwritten_and_read_in_full, "checkpoints=K"),
 }
 
@@ -418,6 +434,7 @@ def test_a_reentrant_checkpoint_is_refused_by_torch_and_the_other_measured():
 
         return lambda T: lambda: loss(T)
 
+    make(False)(1)().backward()  # torch's checkpoint keeps a number of its first call in a process
     assert growth(make(False), (4, 8)).bytes == (4 * D * FLOAT, 8 * D * FLOAT)
     with pytest.raises(RuntimeError, match="use_reentrant=False"):
         growth(make(True), (4, 8))

@@ -49,3 +49,23 @@ def test_no_page_shows_a_key(scripts: dict[str, Any]):
     short = ROOT / "profiling" / "results" / "short"  # tables of a run, beside its results
     shown = {page.name for page in pages if not page.is_relative_to(short) and re.search(r"\bW\d", page.read_text())}
     assert shown == set()
+
+
+def test_each_figure_of_the_readme_stands_on_the_page_that_it_links_to():
+    page = (ROOT / "docs" / "benchmarks" / "headline.md").read_text()
+    tables = {heading_address(part.splitlines()[0]): part for part in page.split("\n## ")[1:]}
+    _, table, _ = re.split(r"<!-- headline:(?:begin|end) -->", (ROOT / "README.md").read_text())
+    caption, *rows = (line for line in table.strip().splitlines() if line)
+    assert caption in page
+    assert len(rows[2:]) == len(tables)
+    for row in rows[2:]:
+        address = re.search(r"docs/benchmarks/headline\.md#([\w-]+)\)", row)
+        assert address is not None
+        _, ours, theirs = row.strip("| ").split(" | ")
+        there = tables[address[1]]
+        for figures in re.findall(r"((?:[\d.,]+ (?:ms|s|MB|GB|tokens/s)(?:, )?)+)", f"{ours}, {theirs}"):
+            assert f"| {figures.strip(', ')} |" in re.sub(r" +", " ", there)
+
+
+def heading_address(text: str) -> str:
+    return re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")

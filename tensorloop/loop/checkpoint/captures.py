@@ -206,8 +206,8 @@ class Captures(TorchFunctionMode):
         left = self._left.get(id(x))
         if left is not None and left() is x:
             raise RuntimeError(
-                f"{self.name}: step {self.step} uses {describe(x)} that an earlier step made and kept somewhere else "
-                f"than in the carry, so a replay would find another one; put it in the carry"
+                f"{self.name}: step {self.step} uses {describe(x)} that an earlier step stored outside the carry; a "
+                f"replay would see a different value. Put it in the carry (or use tl.carrying)"
             )
 
     def _before_hook(self, x: Tensor) -> None:

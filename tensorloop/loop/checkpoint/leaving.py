@@ -81,8 +81,8 @@ def warn(name: str, body: Hashable, leaving: Leaving) -> None:
     if not _FOUND[place]:
         return
     text = (
-        f"{name}: the loop is over, and somebody still holds something that the body computed from "
-        f"{describe(tensors[0])}, its argument; with checkpoints its graph is that of one step, and so is a gradient "
-        f"through it: return it from the body, as a y or in the carry, or keep a detach() of it"
+        f"{name}: a value that the body computed from its argument, {describe(tensors[0])}, is still referenced after "
+        f"the loop. With checkpoints, gradients through it reach only its own step. Return it as a y or in the carry, "
+        f"or keep .detach()"
     )
     user_line.warn(text, HeldTensorWarning)

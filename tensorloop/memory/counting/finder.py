@@ -50,7 +50,7 @@ class OperationBytes:
     def __init__(self, line: Line, func: Any, flags: int) -> None:
         self.line, self.func, self.flags = line, func, flags
         self.made = self.now = self.count = 0
-        self.times = self.first = self.last = 0  # storages made, bytes of the first and of the last
+        self.times = self.first = self.last = 0  # storages made, bytes of the first and the last; of a cat the length along its dim
         self.at_peak = 0
         self.epoch = 0  # of the peak that `at_peak` belongs to; what is not of this epoch has not changed since
 

@@ -15,6 +15,7 @@ from tensorloop.memory.counting.storages import FRESH, SAME, LiveStorages, Stora
 
 _STRIDED = torch.strided
 _ADD = torch.ops.aten.add.Tensor
+_CAT = torch.ops.aten.cat.default
 
 
 @runs_eagerly
@@ -32,6 +33,7 @@ class LocatedStorages(LiveStorages):
         self.places: list[OperationBytes] = []
         self._epoch = 0
         self._number = 0
+        self._along = 0  # the length of what torch.cat joined last, along the dim that it joins
         self._spot: tuple[Spot, int] | None = None
         self._alone = holders_of_a_sum()
 
@@ -56,6 +58,8 @@ class LocatedStorages(LiveStorages):
             return args[0]
         kind, call, _ = self._known.get(id(func)) or self._learn(func)
         out = call(*args, **kwargs) if kwargs else call(*args)
+        if func is _CAT:
+            self._along = out.shape[args[1] if len(args) > 1 else 0]
         if type(out) is Tensor and out.layout is _STRIDED:
             if kind == SAME:
                 return out
@@ -75,7 +79,7 @@ class LocatedStorages(LiveStorages):
         place = spot.places.get(key)
         if place is None:
             place = spot.places[key] = OperationBytes(spot.line, func, flags)
-            place.epoch, place.first = self._epoch, size
+            place.epoch, place.first = self._epoch, self._along if func is _CAT else size
             self.places.append(place)
         self._refs[ref] = ref
         ref.size, ref.place = size, place
@@ -84,7 +88,7 @@ class LocatedStorages(LiveStorages):
         place.count += 1
         place.times += 1
         place.made += size
-        place.last = size
+        place.last = self._along if func is _CAT else size
         # `_change`, in line
         if place.epoch != self._epoch:
             place.epoch, place.at_peak = self._epoch, place.now

@@ -21,7 +21,7 @@ def pack_padded(x: Tensor, lens: Tensor | Sequence[int] | Dim, *, check: bool | 
     Args:
         x: (B, T, *F), any dtype. A PackedTensor with these lens comes back as it is.
         lens: the length of each row, (B,) int64 or a sequence of ints, or a `Dim`.
-        check: bool, whether the values of lens are looked at. None: on the CPU only. True: on a device too.
+        check: bool, whether the values of lens are looked at. None: where they are on the CPU. True: on a device too.
 
     Returns:
         PackedTensor (B, T*, *F) of N = sum(lens) entries.

@@ -34,8 +34,8 @@ class Dim(int):
     Args:
         name: string, or None for none.
         lens: (B,) int64 or a sequence of ints, at least 0 each; copied.
-        check: bool, whether the values of lens are looked at. None: on the CPU only. True: on a device too, which waits
-            for it.
+        check: bool, whether the values of lens are looked at. None: where they are on the CPU. True: on a device too,
+            which waits for it.
 
     Cost: B numbers, and N more for each of `row_ids` and `positions` once asked for.
 
