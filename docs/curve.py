@@ -15,9 +15,15 @@ from docs.house import frame
 
 PICTURE = Path(__file__).parent / "images" / "readme_curve.svg"
 STEPS = (32, 64, 128, 256, 512, 1024)
-WAYS = {"torch.cat": "#c65102", "TensorArray": "#0b66b3"}
+WAYS = {"torch.cat": "#d95f0e", "TensorArray": "#2b83d6"}
 _LEFT, _TOP, _WIDTH, _HEIGHT = 70, 34, 420, 250
 _MARGIN = 160
+# In a dark theme the same picture is light on dark; colours of curves are those that both bear.
+_STYLE = (
+    "<style>.card { fill: #ffffff } .text { fill: #333333 } .line { stroke: #cccccc }"
+    " @media (prefers-color-scheme: dark) { .card { fill: #1e2129 } .text { fill: #dddddd } .line { stroke: #555555 } }"
+    "</style>"
+)
 Point = tuple[int, int]
 
 
@@ -66,7 +72,7 @@ def draw(curves: Mapping[str, Sequence[Point]]) -> str:
         return round(x, 1), round(_TOP + _HEIGHT * (high - math.log10(size)) / (high - low), 1)
 
     bottom = _TOP + _HEIGHT
-    parts = [_text(_LEFT, 20, "Bytes kept for backward over the number of steps T", "start")]
+    parts = [_STYLE, _text(_LEFT, 20, "Bytes kept for backward over the number of steps T", "start")]
     for power in range(low, math.floor(high) + 1):
         y = place(STEPS[0], 10**power)[1]
         parts += [_line(_LEFT, y, _LEFT + _WIDTH, y), _text(_LEFT - 8, y + 4, _size(10**power), "end")]
@@ -81,7 +87,7 @@ def draw(curves: Mapping[str, Sequence[Point]]) -> str:
         x, y = spots[-1]
         parts.append(_text(x + 10, y + 4, f"{name}, T^{exponent(points):.2f}", "start", WAYS[name]))
         parts.append(_text(x + 10, y + 22, f"{points[-1][1] / 1e6:,.1f} MB", "start", WAYS[name]))
-    return frame(_LEFT + _WIDTH + _MARGIN, bottom + 30, parts)
+    return frame(_LEFT + _WIDTH + _MARGIN, bottom + 30, parts, 'class="card" rx="8"')
 
 
 def _size(size: int) -> str:
@@ -89,11 +95,12 @@ def _size(size: int) -> str:
 
 
 def _line(x0: float, y0: float, x1: float, y1: float) -> str:
-    return f'<line x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}" stroke="#cccccc"/>'
+    return f'<line x1="{x0}" y1="{y0}" x2="{x1}" y2="{y1}" class="line"/>'
 
 
-def _text(x: float, y: float, text: str, anchor: str, fill: str = "#333333") -> str:
-    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="13" fill="{fill}">{text}</text>'
+def _text(x: float, y: float, text: str, anchor: str, fill: str | None = None) -> str:
+    colour = f'fill="{fill}"' if fill else 'class="text"'
+    return f'<text x="{x}" y="{y}" text-anchor="{anchor}" font-size="13" {colour}>{text}</text>'
 
 
 def main() -> None:

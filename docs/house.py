@@ -159,7 +159,7 @@ def draw(known: Mapping[str, str]) -> str:
     return frame(width, height, parts)
 
 
-def frame(width: int, height: int, parts: Sequence[str]) -> str:
+def frame(width: int, height: int, parts: Sequence[str], background: str = 'fill="#ffffff"') -> str:
     """An SVG of that size around its parts, whose arrows may end in `url(#tip)`."""
     tip = '<marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" markerHeight="7" orient="auto">'
     return "\n".join(
@@ -167,7 +167,7 @@ def frame(width: int, height: int, parts: Sequence[str]) -> str:
             f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" '
             f'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
             f'<defs>{tip}<path d="M0 0 8 4 0 8z" fill="#444444"/></marker></defs>',
-            f'<rect width="{width}" height="{height}" fill="#ffffff"/>',
+            f'<rect width="{width}" height="{height}" {background}/>',
             *parts,
             "</svg>\n",
         ]

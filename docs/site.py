@@ -61,9 +61,14 @@ WEIGHTS = {
     "benchmarks/": 0.1,
     "decisions/": 0.05,
 }
-# What people type, for a page whose title says it in other words.
+# What people type, for a page, or a section of one, whose title says it in other words.
 WORDS = {
-    "install.md": "citation cite bibtex licence license pip wheel requirements versions uninstall setup",
+    "install.md": (
+        "citation cite bibtex licence license pip wheel requirements versions uninstall setup "
+        "mac macos windows linux arm supported systems operating system platform"
+    ),
+    "from_0_2.md": "upgrade upgrading migration migrate update changelog breaking changes 0.3",
+    "gallery.md": "gallery pictures picture plots figures images visualize",
     "mixed_precision.md": "amp autocast bfloat16 float16 half precision gradscaler",
     "gpu.md": "gpu cuda nvidia device",
     "howto/slow_lstm.md": "custom lstm rnn gru cell slow loop speed layernorm jit",
@@ -76,6 +81,7 @@ WORDS = {
     "howto/ragged_batches.md": "ragged batch nested tensor jagged padding variable length pack_padded_sequence",
     "packed.md": "ragged jagged nested tensor padding variable length",
     "loops.md": "scan while_loop fori_loop for loop checkpoint",
+    "loops.md#truncated-backpropagation": "tbptt truncated bptt backpropagation through time chunks",
     "schedules.md": "checkpoint checkpoints checkpointing gradient revolve",
     "compiled.md": "torch.compile compile slow loop jit numba",
     "what_compiles.md": "notcompiledwarning warning not compiled eager fallback",
@@ -210,8 +216,9 @@ def ranked(found: list[dict[str, Any]]) -> list[dict[str, Any]]:
         path, _, section = entry["location"].partition("#")
         page = re.sub(r"(^|/)index\.html$", r"\1README.md", path).replace(".html", ".md")
         entry["boost"] = weight(page)
-        if page in WORDS and not section:
-            entry["tags"] = WORDS[page].split()
+        place = f"{page}#{section}" if section else page
+        if place in WORDS:
+            entry["tags"] = WORDS[place].split()
     return found
 
 

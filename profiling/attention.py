@@ -311,7 +311,7 @@ def draw(result: Result, path: Path) -> None:
             bars = [plots.Ratio(v, t / other, v == ours) for v, t in times.items() if t and other]
             groups[f"{TITLES[workload]}, T={T}"] = bars
     with plots.drawing(path, (8, 9)) as drawn:
-        plots.ratios(drawn.subplots(), groups, "time against the padded or dense way (less is faster)")
+        plots.ratios(drawn.subplots(), groups, "time relative to padded or dense attention (lower is faster)")
 
 
 SCRIPT = Script(

@@ -172,7 +172,7 @@ def draw(result: Result, path: Path) -> None:
         axes.set_xticks(CALLS, [str(n) for n in CALLS])
         axes.set_ylim(0, None)
         axes.set_xlabel("calls in the process")
-        axes.set_ylabel("auto : the better of the others")
+        axes.set_ylabel("time, auto / the better of the others")
         axes.spines[["top", "right"]].set_visible(False)
         axes.legend(frameon=False, fontsize=8.5)
 

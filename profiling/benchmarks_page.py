@@ -182,14 +182,14 @@ def draw(found: Sequence[Fact]) -> str:
     parts = [
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 720 {height}" width="720" font-size="12" '
         'font-family="Helvetica, Arial, DejaVu Sans, sans-serif">',
-        "<title>What tensorloop takes, times what a peer takes</title>",
+        "<title>tensorloop / alternative (lower is better)</title>",
         "<style>text { fill: #1f1f1e } .peer { fill: #5d5c57 } .axis { stroke: #1f1f1e } .card { fill: #ffffff }"
         " @media (prefers-color-scheme: dark) { text { fill: #eeeeec } .peer { fill: #b5b4ad }"
         " .axis { stroke: #eeeeec } .card { fill: #1b1b1a } }</style>",
         f'<rect class="card" width="720" height="{height}" rx="8"/>',
-        '<text x="16" y="24" font-size="14" font-weight="bold">What tensorloop takes, times what a peer takes</text>',
-        '<text x="16" y="42" class="peer">time, or memory where it says so; '
-        "a bar to the right of the line: the peer wins; log scale</text>",
+        '<text x="16" y="24" font-size="14" font-weight="bold">tensorloop / alternative (lower is better)</text>',
+        '<text x="16" y="42" class="peer">time, or memory where it says so; log scale; '
+        "right of the line, the alternative wins</text>",
     ]
     one = place(1)
     for number, fact in enumerate(found):
@@ -197,7 +197,7 @@ def draw(found: Sequence[Fact]) -> str:
         y, x = TOP + ROW * number, place(fact.ratio)
         left, width = min(one, x), max(abs(x - one), 1)
         fill = OURS if fact.ratio <= 1 else THEIRS
-        label = f"{fact.what}, beside {fact.peer}".replace("`", "")
+        label = f"{fact.what}, against {fact.peer}".replace("`", "")
         parts += [
             f'<text x="{LEFT}" y="{y + 11}">{html.escape(label)}</text>',
             f'<rect x="{left:.1f}" y="{y + 17}" width="{width:.1f}" height="14" rx="2" fill="{fill}"/>',
@@ -211,9 +211,7 @@ def main() -> int:
     folder = harness.results("").parent
     found = facts(folder)
     (harness.ROOT / PICTURE).write_text(draw(found))
-    picture = (
-        f"![A bar for each figure: what tensorloop takes, times what a peer takes](../images/{Path(PICTURE).name})"
-    )
+    picture = f"![A bar for each figure: tensorloop / alternative, lower is better](../images/{Path(PICTURE).name})"
     text = "\n\n".join([headline(found), picture, made_with(folder, found)])
     if not harness.replace_between(harness.ROOT / PAGE, MARKER, text):
         print(f"{PAGE} is unchanged: it lacks the lines of the marker {MARKER}", file=sys.stderr)

@@ -318,7 +318,15 @@ def draw(result: Result, path: Path) -> None:
                 held = [_value(result, "bytes", model=model, way=way, steps=n) for n in lengths]
                 shown = [(n, x / MIB) for n, x in zip(lengths, held, strict=True) if x is not None]
                 colour = "#999999" if number == 0 else plots.COLOURS[number - 1]
-                axes.plot(*zip(*shown, strict=True), marker="o", label=way, color=colour)
+                wide = way == "sdpa"  # it holds what "tensorloop" holds, which is drawn on top
+                axes.plot(
+                    *zip(*shown, strict=True),
+                    marker=plots.MARKERS[number],
+                    markersize=8 if wide else 5,
+                    linewidth=4 if wide else 1.4,
+                    label=way,
+                    color=colour,
+                )
             axes.set_title(model, fontsize=10)
             axes.set_xscale("log", base=2)
             axes.set_yscale("log")

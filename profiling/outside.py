@@ -205,7 +205,7 @@ def draw(result: Result, path: Path) -> None:
         axes.set_yscale("log")
         axes.set_yticks(ticks := [0.05, 0.1, 0.2, 0.5, 1, 2], [f"{tick:g}" for tick in ticks])
         axes.set_xlabel("loops, in order")
-        axes.set_ylabel("port : original, time")
+        axes.set_ylabel("time, port / original (lower is faster)")
         axes.spines[["top", "right"]].set_visible(False)
 
 

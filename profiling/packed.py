@@ -244,7 +244,7 @@ def draw(result: Result, path: Path) -> None:
                 peer, ways = fastest_peer(result, case, kind), ways_of(result, case)
                 found = [(way, harness.milliseconds(result, "total_s", kind=kind, case=case, way=way)) for way in ways]
                 groups[case] = [plots.Ratio(way, t / peer[1], way == ways[0]) for way, t in found if t and peer]
-            title = f"{kind} memory: time against the fastest peer (less is faster)"
+            title = f"{kind} memory: time relative to the fastest alternative (lower is faster)"
             plots.ratios(axes, {case: bars for case, bars in groups.items() if bars}, title)
 
 

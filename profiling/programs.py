@@ -229,7 +229,7 @@ def section(result: Result, picture: str) -> str:
             "The solver beside torchdiffeq's `odeint` with direct backpropagation, of the same tolerance and with one "
             "step size for the batch; the error of the gradient is relative to that at a tolerance of 1e-11, float64.",
             beside_torchdiffeq(result),
-            f"![What is held and the time after porting, beside before]({picture})",
+            f"![Memory and time of programs: after / before porting]({picture})",
         ]
     )
 
@@ -303,7 +303,7 @@ def draw(result: Result, path: Path) -> None:
             if ratio:
                 groups[heading].append(plots.Ratio(port.title, ratio, True))
     with plots.drawing(path, (8, 6)) as drawn:
-        plots.ratios(drawn.subplots(), groups, "programs after porting, beside before (less is better)")
+        plots.ratios(drawn.subplots(), groups, "after / before porting (lower is better)")
 
 
 SCRIPT = Script(

@@ -234,7 +234,7 @@ def draw(result: Result, path: Path) -> None:
         found = [(way, harness.milliseconds(result, "total_s", case=name, way=way)) for way in WAYS]
         groups[case.title] = [plots.Ratio(way, t / peer[1], way in list(WAYS)[:2]) for way, t in found if t and peer]
     with plots.drawing(path, (8, 5)) as drawn:
-        title = "regroup: forward + backward, against the fastest peer (less is faster)"
+        title = "regroup: time relative to the fastest alternative (lower is faster)"
         plots.ratios(drawn.subplots(), groups, title)
 
 

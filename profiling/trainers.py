@@ -104,7 +104,7 @@ def draw(result: Result, path: Path) -> None:
         axes.set_yticks(range(len(ROWS)), list(ROWS), fontsize=8.5)
         axes.invert_yaxis()
         axes.margins(x=0.1)
-        axes.set_xlabel("ours : theirs, seconds (above) and bytes (below)")
+        axes.set_xlabel("tensorloop / alternative: seconds above, bytes below")
         axes.spines[["top", "right"]].set_visible(False)
 
 

@@ -224,4 +224,4 @@ def draw(result: Result, path: Path) -> None:
         ]
     height = sum(1.6 + len(group) for group in groups.values()) * 0.19 + 1
     with plots.drawing(path, (8, height)) as drawn:
-        plots.ratios(drawn.subplots(), groups, "forward + backward against lax.scan: less is faster")
+        plots.ratios(drawn.subplots(), groups, "time relative to lax.scan (lower is faster)")

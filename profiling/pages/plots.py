@@ -14,6 +14,7 @@ if TYPE_CHECKING:
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9", "#000000")
 # In the same order, so that no curve is known by its colour alone: a picture may be printed in grey.
 MARKERS = "osD^vPX"
+GAP = 0.085  # between the names of two curves, as a share of the axes' height
 DASHES: tuple[Any, ...] = ("-", "--", "-.", ":", (0, (5, 1, 1, 1, 1, 1)), (0, (8, 2)), (0, (2, 1)))
 
 
@@ -88,12 +89,13 @@ def _label_ends(axes: "Axes", lines: Sequence[Curve]) -> None:
     low, high = (math.log(v) for v in axes.get_ylim())
     ordered = sorted(lines, key=lambda line: line.values[-1])
     wanted = [(math.log(line.values[-1]) - low) / (high - low) for line in ordered]
-    for line, height in zip(ordered, spread(wanted, 0.085), strict=True):
+    for number, (line, height) in enumerate(zip(ordered, spread(wanted, GAP), strict=True), 1):
+        below_title = 1 - GAP * (len(ordered) - number)
         axes.annotate(
             line.label,
             xy=(line.T[-1], line.values[-1]),
             xycoords="data",
-            xytext=(1.07, height),
+            xytext=(1.07, min(height, below_title)),
             textcoords="axes fraction",
             fontsize=8.5,
             fontweight="bold" if line.ours else "normal",
@@ -132,7 +134,7 @@ def ratios(axes: "Axes", groups: Mapping[str, Sequence[Ratio]], title: str) -> N
     axes.set_xscale("log")
     low, high = axes.get_xlim()
     room = (high / low) ** 0.1  # for the figures
-    axes.set_xlim(low / room**2, high * room)  # names begin where the axis does, so the left needs more
+    axes.set_xlim(low / room**3.5, high * room)  # names begin where the axis does, so the left needs more
     axes.set_xticks([])
     axes.minorticks_off()
     axes.axvline(1, color="black", linewidth=1)
@@ -142,7 +144,8 @@ def ratios(axes: "Axes", groups: Mapping[str, Sequence[Ratio]], title: str) -> N
     axes.tick_params(axis="y", length=0)
     axes.set_ylim(height, -1)
     axes.spines[:].set_visible(False)
-    axes.set_title(title, loc="left", fontsize=10, pad=12)
+    # Above the names, at the left, there is room for a long title.
+    axes.set_title(title, loc="right", fontsize=10, pad=12)
 
 
 def spread(heights: Sequence[float], gap: float) -> list[float]:

@@ -13,10 +13,10 @@ from typing import NamedTuple
 import pytest
 import yaml
 
-from docs.site import WEIGHTS, WORDS, markdown, on_post_page, on_post_template, ranked, weight
+from docs.site import WEIGHTS, WORDS, markdown, on_post_page, on_post_template, ranked, slug, weight
 
 DOCS = Path(__file__).parents[2] / "docs"
-FIRST = {  # what is typed -> the page that should answer
+FIRST = {  # what is typed -> the page that should answer, or the section
     "lstm": "howto/slow_lstm.md",
     "custom LSTM": "howto/slow_lstm.md",
     "slow loop": "howto/slow_lstm.md",
@@ -32,6 +32,15 @@ FIRST = {  # what is typed -> the page that should answer
     "autocast": "mixed_precision.md",
     "citation": "install.md",
     "install": "install.md",
+    "mac": "install.md",
+    "windows": "install.md",
+    "supported systems": "install.md",
+    "upgrade": "from_0_2.md",
+    "migration": "from_0_2.md",
+    "gallery": "gallery.md",
+    "pictures": "gallery.md",
+    "tbptt": "loops.md#truncated-backpropagation",
+    "gradient checkpointing": "schedules.md",
     "gpu": "gpu.md",
     "checkpoint": "schedules.md",
     "torch.compile": "compiled.md",
@@ -44,7 +53,7 @@ FIRST = {  # what is typed -> the page that should answer
 
 class Section(NamedTuple):
     page: str
-    is_page: bool
+    section: str  # empty for the page itself
     boost: float
     terms: dict[str, float]  # each with what the fields have given it
 
@@ -79,7 +88,7 @@ def sections() -> list[Section]:
         for i, part in enumerate(re.split(r"^#{1,3} ", text_of(path), flags=re.MULTILINE)[1:]):
             title, _, text = part.partition("\n")
             place = path.relative_to(DOCS).with_suffix(".html").as_posix().replace("README", "index")
-            entries.append({"location": f"{place}#{i}" if i else place, "title": title, "text": text})
+            entries.append({"location": f"{place}#{slug(title)}" if i else place, "title": title, "text": text})
     found = [
         {
             name: Counter(words(" ".join(entry[name]) if name == "tags" else entry[name]))
@@ -95,26 +104,29 @@ def sections() -> list[Section]:
             for term, n in counts.items():
                 rarity = math.log(1 + abs((len(entries) - rows[term] + 0.5) / (rows[term] + 0.5)))
                 terms[term] = terms.get(term, 0) + settings()[1][name] * rarity * 2.2 * n / (1.2 + n)
-        page = entry["location"].partition("#")[0].replace("index", "README").replace(".html", ".md")
-        result.append(Section(page, "#" not in entry["location"], entry["boost"], terms))
+        path, _, section = entry["location"].partition("#")
+        page = path.replace("index", "README").replace(".html", ".md")
+        result.append(Section(page, section, entry["boost"], terms))
     return result
 
 
-def found_first(query: str) -> str:
+def found_first(query: str) -> Section:
     """Words asked for are beginnings of words; a section that has more of them counts more, and a page's own text."""
     asked = words(query)
 
     def score(section: Section) -> float:
         hits = {term: section.terms[term] for term in section.terms if term.startswith(tuple(asked))}
         share = sum(any(term.startswith(word) for term in hits) for word in asked) / len(asked)
-        return section.boost * sum(hits.values()) * (1 + (section.is_page + share) ** 2)
+        return section.boost * sum(hits.values()) * (1 + (share + (not section.section)) ** 2)
 
-    return max(sections(), key=score).page
+    return max(sections(), key=score)
 
 
 @pytest.mark.parametrize(("query", "page"), FIRST.items(), ids=FIRST)
 def test_what_is_found_first(query: str, page: str):
-    assert found_first(query) == page
+    found, (wanted, _, section) = found_first(query), page.partition("#")
+    assert found.page == wanted
+    assert found.section == section or not section
 
 
 def test_guides_come_before_benchmarks_and_decisions():
@@ -128,7 +140,12 @@ def test_guides_come_before_benchmarks_and_decisions():
 
 def test_weights_and_words_are_those_of_pages():
     pages = {path.relative_to(DOCS).as_posix() for path in DOCS.rglob("*.md")}
-    assert sorted(set(WORDS) - pages) == []
+    places = {
+        f"{path.relative_to(DOCS).as_posix()}#{slug(title)}"
+        for path in DOCS.rglob("*.md")
+        for title in re.findall(r"^##+ (.*)$", path.read_text(), flags=re.MULTILINE)
+    }
+    assert sorted(set(WORDS) - pages - places) == []
     assert [start for start in WEIGHTS if not any(page.startswith(start) for page in pages)] == []
 
 

@@ -29,7 +29,7 @@ def test_every_figure_has_a_bar_and_its_number(scripts: dict[str, Any]):
     found = [page.Fact("a", "less & less", "x", 1.0, 50.0, "ms"), page.Fact("a", "more", "y", 3.0, 1.0, "ms")]
     drawn = ElementTree.fromstring(page.draw(found))
     names = [text.text for text in drawn.iter("{http://www.w3.org/2000/svg}text")]
-    assert {"less & less, beside x", "0.02", "more, beside y", "3"} <= set(names)
+    assert {"less & less, against x", "0.02", "more, against y", "3"} <= set(names)
     fills = [bar.get("fill") for bar in drawn.iter("{http://www.w3.org/2000/svg}rect") if bar.get("fill")]
     assert fills == [page.OURS, page.THEIRS]
 
