@@ -61,10 +61,11 @@ def test_each_figure_of_the_readme_stands_on_the_page_that_it_links_to():
     for row in rows[2:]:
         address = re.search(r"docs/benchmarks/headline\.md#([\w-]+)\)", row)
         assert address is not None
-        _, ours, theirs = row.strip("| ").split(" | ")
-        there = tables[address[1]]
-        for figures in re.findall(r"((?:[\d.,]+ (?:ms|s|MB|GB|tokens/s)(?:, )?)+)", f"{ours}, {theirs}"):
-            assert f"| {figures.strip(', ')} |" in re.sub(r" +", " ", there)
+        figures = [
+            line.strip("| ").split(" | ")[1].strip() for line in tables[address[1]].splitlines() if line[:1] == "|"
+        ]
+        assert len(figures) > 3
+        assert all(text in row for text in figures[2:])  # below the heads and the rule
 
 
 def heading_address(text: str) -> str:
