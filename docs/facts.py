@@ -74,7 +74,6 @@ DEVICES = [
 ]
 
 # What ran with which versions: Python, PyTorch, what, how it ended.
-CORE = "4,719 tests of arrays, loops, compiled loops, beam search and types, from an installed wheel"
 VERSIONS = [
     ("3.11", "2.13.0", "all tests, for every change", "pass"),
     ("3.11", "2.11.0", "core tests of 0.2.2", "pass"),

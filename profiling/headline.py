@@ -6,7 +6,6 @@ Each fact takes one row of a larger script, which checks values and gradients, h
 named in the table. Values are compared here too, before anything is timed.
 """
 
-import re
 import sys
 from argparse import Namespace
 from collections.abc import Callable
@@ -26,6 +25,7 @@ from whole_models import beam_models
 
 import tensorloop as tl
 from docs import curve
+from docs.site import slug
 
 SOURCE = "https://github.com/tensorloop/tensorloop/blob/main"
 SIZES = {"quick": 24, "short": 256, "usual": 1024}  # steps of the LSTM and of the decoder
@@ -247,11 +247,6 @@ def title(name: str, T: int) -> tuple[str, str]:
     return what, measured
 
 
-def anchor(text: str) -> str:
-    """The address of a heading on its page."""
-    return re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
-
-
 def section(result: Result, picture: str) -> str:
     """The page: a table for each fact."""
     parts = []
@@ -269,7 +264,7 @@ def for_readme(result: Result, picture: str) -> str:
         ours, *others = fact.ways
         beside = ", ".join(f"{written(result, name, way)} {fact.ways[way]}" for way in others)
         what, measured = title(name, steps_of(result, name))
-        link = f"[{what}]({SOURCE}/docs/benchmarks/headline.md#{anchor(what)}): {measured}"
+        link = f"[{what}]({SOURCE}/docs/benchmarks/headline.md#{slug(what)}): {measured}"
         rows.append(f"| {link} | **{written(result, name, ours)}** {fact.ways[ours]} | {beside} |")
     return "\n".join(rows)
 

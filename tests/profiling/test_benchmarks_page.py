@@ -5,6 +5,8 @@ import xml.etree.ElementTree as ElementTree
 from pathlib import Path
 from typing import Any
 
+from docs.site import slug
+
 ROOT = Path(__file__).parents[2]
 
 
@@ -53,7 +55,7 @@ def test_no_page_shows_a_key(scripts: dict[str, Any]):
 
 def test_each_figure_of_the_readme_stands_on_the_page_that_it_links_to():
     page = (ROOT / "docs" / "benchmarks" / "headline.md").read_text()
-    tables = {heading_address(part.splitlines()[0]): part for part in page.split("\n## ")[1:]}
+    tables = {slug(part.splitlines()[0]): part for part in page.split("\n## ")[1:]}
     _, table, _ = re.split(r"<!-- headline:(?:begin|end) -->", (ROOT / "README.md").read_text())
     caption, *rows = (line for line in table.strip().splitlines() if line)
     assert caption in page
@@ -61,12 +63,6 @@ def test_each_figure_of_the_readme_stands_on_the_page_that_it_links_to():
     for row in rows[2:]:
         address = re.search(r"docs/benchmarks/headline\.md#([\w-]+)\)", row)
         assert address is not None
-        lines = [line for line in tables[address[1]].splitlines() if line[:1] == "|"][
-            2:
-        ]  # below the heads and the rule
+        _, _, *lines = (line for line in tables[address[1]].splitlines() if line[:1] == "|")  # heads, and a rule
         assert len(lines) > 1
         assert all(line.split("|")[2].strip() in row for line in lines)
-
-
-def heading_address(text: str) -> str:
-    return re.sub(r"[^\w -]", "", text.lower()).replace(" ", "-")
