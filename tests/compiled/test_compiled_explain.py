@@ -289,6 +289,12 @@ def test_each_line_of_the_body_has_what_it_does_and_keeps():
     assert all(name.endswith(("torch.tanh(h * x)", "return h, h.exp().sum()")) for name in rows)
 
 
+def test_a_body_that_does_nothing_has_no_table():
+    text = tl.explain(lambda h, x: (h, None), torch.ones(2, requires_grad=True), torch.ones(3, 2)).text
+    assert "by line" not in text
+    assert "\n\n" not in text
+
+
 @pytest.mark.usefixtures("on_the_cpu")
 def test_launches_of_a_device_have_lines():
     text = explain_on("cuda").text

@@ -51,7 +51,7 @@ class _LineCounts:
 
 
 def table(plan: Plan, forward: Program, backward: Program | None) -> list[str]:
-    """The lines of the body, in their order, with what each does and keeps; on a GPU in launches.
+    """The lines of the body, in their order, with what each does and keeps, on a GPU in launches; [] where none does.
 
     A launch that does operations of several lines is counted at each of them.
     """
@@ -73,7 +73,8 @@ def table(plan: Plan, forward: Program, backward: Program | None) -> list[str]:
             found.setdefault(place_of(n), _LineCounts()).by_torch += 1
     for n in plan.kept_of_a_step():
         found.setdefault(place_of(n), _LineCounts()).kept += bytes_of(n)
-    return _written({line: row for line, row in found.items() if any(dataclasses.astuple(row))}, unit)
+    rows = {line: row for line, row in found.items() if any(dataclasses.astuple(row))}
+    return ["", *_written(rows, unit), ""] if rows else []
 
 
 def _counted(nodes: Iterable[fx.Node]) -> list[fx.Node]:

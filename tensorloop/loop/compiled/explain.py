@@ -83,9 +83,7 @@ def explain_plan(
         f"{name}: compiled{where}",
         *([rows] if rows else []),
         *_answers(plan),
-        "",
         *by_line.table(plan, forward, backward),
-        "",
     ]
     lines += _better(plan, forward, backward, None if checkpoints else steps)
     lines += _program("forward", forward, {} if place else plan.clock.last)
